@@ -1,0 +1,27 @@
+# Everything runs in .venv, made from constraints.txt; a target sets it up when it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: test reproduce support clean
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2
+
+reproduce: $(READY)
+	$(BIN)/deepsquare reproduce fig2
+
+# The support matrix in docs/: every model × word, by real forward and backward passes (about half an hour).
+support: $(READY)
+	$(BIN)/python docs/support_matrix.py
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,154 @@
+"""Checkpoints that know their model: safetensors with the model's name, spec and arguments in the header.
+
+Only safetensors files are read. A pickled file can run code when it is opened, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from deepsquare._files import replacing
+from deepsquare.models import Origin, create_model
+from deepsquare.surgery import PREFIX, equipment, fold, unwrap
+
+logger = logging.getLogger("deepsquare")
+PathLike = str | os.PathLike[str]
+
+
+def save(model: nn.Module, path: PathLike) -> None:
+    """Write ``model`` to a safetensors file from which :func:`load` rebuilds it.
+
+    A model that :func:`deepsquare.create_model` did not build is saved with its spec, but without its name; load it
+    with :func:`load_weights`. The file is written beside its place first and renamed, so it is whole or not there.
+    """
+    model = unwrap(model)
+    present = equipment(model)
+    if present is not None:
+        for site in present.sites.found:
+            children = dict(model.get_submodule(site.path).named_children())
+            if site.word and PREFIX + site.word.split("(")[0] not in children:
+                raise ValueError(
+                    f"{site.path} has lost its {site.word}: the module was replaced after equip. Change the model "
+                    "first and equip it then"
+                )
+    origin: Origin | None = getattr(model, "deepsquare_origin", None)
+    header = {
+        "format": "deepsquare",
+        "version": 1,
+        "name": origin.name if origin else None,
+        "arguments": origin.arguments if origin else {},
+        "spec": present.spec if present else "",
+        "dropout": present.dropout if present else None,
+        "folded": getattr(model, "deepsquare_folded", False),
+    }
+    try:
+        metadata = {key: json.dumps(value) for key, value in header.items()}
+    except TypeError as error:
+        raise ValueError(
+            f"the arguments {header['arguments']} of {header['name']} cannot be stored: {error}. Build the model with "
+            "numbers, strings and truth values only"
+        ) from error
+    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
+
+
+def load(path: PathLike, spec: str | None = None) -> nn.Module:
+    """Rebuild the model that :func:`save` wrote.
+
+    Args:
+        path: the file.
+        spec: equip the model otherwise than the checkpoint says; what the file has no weights for is reported.
+    """
+    header = read_header(path)
+    if header.get("name") is None:
+        raise ValueError(
+            f"{path} does not say which model it holds; build that model, equip it with spec "
+            f"{header.get('spec', '')!r}, and use deepsquare.load_weights(model, path)"
+        )
+    chosen = header["spec"] if spec is None else spec
+    model = create_model(header["name"], chosen, dropout=header["dropout"], **header["arguments"])
+    if header["folded"]:
+        model = fold(model.eval())
+    load_weights(model, path)
+    return model
+
+
+def load_weights(model: nn.Module, path: PathLike) -> list[str]:
+    """Load a safetensors file into ``model`` and return the keys that are new in the model.
+
+    New keys may only be DeepSquare's own (the file holds the base model); anything else that does not fit is an error.
+    """
+    read_header(path)
+    tensors = load_file(path)
+    model = unwrap(model)
+    expected = model.state_dict()
+    new = [key for key in expected if key not in tensors and PREFIX in key]
+    problems = [f"{key} is missing" for key in expected if key not in tensors and PREFIX not in key]
+    problems += [f"{key} is not part of the model" for key in tensors if key not in expected]
+    problems += [
+        f"{key} is {tuple(tensors[key].shape)} in the file, {tuple(value.shape)} in the model"
+        for key, value in expected.items()
+        if key in tensors and tensors[key].shape != value.shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        raise ValueError(f"{path} does not fit {_describe(model)}: {shown}. {_holds(path)}")
+    dtypes = {value.dtype for value in tensors.values() if value.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtype=dtypes.pop())
+    try:
+        model.load_state_dict(tensors, strict=False)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if new:
+        logger.warning(
+            "%s: loaded %d tensors; new in %s and left at their start values: %s",
+            path, len(tensors), _describe(model), ", ".join(new),
+        )  # fmt: skip
+    return new
+
+
+def read_header(path: PathLike) -> dict[str, Any]:
+    """What a checkpoint says of itself: name, arguments, spec, dropout; empty for a foreign safetensors file."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        start = path.open("rb").read(4)
+        if start[:2] == b"PK" or start[:1] == b"\x80":
+            raise ValueError(
+                f"{path} is a pickled file, which may run code when it is opened; only safetensors files are read. If "
+                "you trust it, convert it: safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
+            ) from error
+        raise ValueError(f"{path} is no complete safetensors file ({error}); fetch or save it again") from error
+    if metadata.get("format") != '"deepsquare"':
+        return {}
+    try:
+        return {key: json.loads(value) for key, value in metadata.items()}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the header of {path} is damaged ({error}); fetch or save it again") from error
+
+
+def _describe(model: nn.Module) -> str:
+    present = equipment(model)
+    return type(model).__name__ + (f" equipped with {present.spec!r}" if present else "")
+
+
+def _holds(path: PathLike) -> str:
+    header = read_header(path)
+    if not header:
+        return "The file does not say which model it holds"
+    name = header["name"] or "a model of your own"
+    return f"The file holds {name} with spec {header['spec']!r} and arguments {header['arguments']}"

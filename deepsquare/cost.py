@@ -1,0 +1,97 @@
+"""What a model costs: parameters, multiply-accumulates, activation memory. Counted on the meta device, not run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepsquare.surgery.trace import example_shape
+
+BATCH = 2  # batch normalisation in training mode wants more than one value per channel
+aten = torch.ops.aten
+
+
+def _written(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return out_val.numel()
+
+
+def _read(x: Tensor, *args: Any, **kwargs: Any) -> int:
+    return x.numel()
+
+
+# torch's counter knows convolutions and matrix products. What DeepSquare adds are elementwise products, counted here.
+ELEMENTWISE: dict[Any, Any] = {aten.mul: _written, aten.pow: _written, aten.linalg_vector_norm: _read}
+for _count in ELEMENTWISE.values():
+    _count._get_raw = True  # asks torch's counter for tensors instead of shapes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one forward pass on one image.
+
+    Attributes:
+        parameters: learnable numbers.
+        macs: multiply-accumulates of convolutions and fully connected layers (torch's own count, halved).
+        products: elementwise products: squares, rescalings, gates.
+        activation_bytes: what a training step keeps of the forward pass for the backward pass.
+    """
+
+    parameters: int
+    macs: int
+    products: int
+    activation_bytes: int
+
+    def added_to(self, base: Cost) -> dict[str, int]:
+        """What this costs beyond ``base``, field by field."""
+        mine, theirs = asdict(self), asdict(base)
+        return {key: mine[key] - theirs[key] for key in mine}
+
+
+def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
+    """Count parameters, multiply-accumulates and activation memory per image.
+
+    Args:
+        model: any classifier that takes one tensor.
+        input_shape: shape of one input without the batch; guessed when not given.
+    """
+    shape = tuple(input_shape) if input_shape is not None else example_shape(model)
+    hollow = _without_data(model).train()
+    owned = {tensor.untyped_storage()._cdata for tensor in (*hollow.parameters(), *hollow.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    anchor = next(p for p in hollow.parameters() if p.is_floating_point())
+    images = torch.empty((BATCH, *shape), device="meta", dtype=anchor.dtype)
+    counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE)
+    try:
+        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = hollow(images)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} could not be run on an input of shape {tuple(images.shape)}: {error}. "
+            "Give the shape of one input without the batch as input_shape=(channels, height, width)"
+        ) from error
+    del output  # it holds the graph, and with it the storages, up to here
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if op in ELEMENTWISE)
+    macs = sum(n for op, n in counts.items() if op not in ELEMENTWISE) // 2
+    parameters = sum(p.numel() for p in model.parameters())
+    return Cost(parameters, macs // BATCH, products // BATCH, sum(kept.values()) // BATCH)
+
+
+def _without_data(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are on the meta device; the originals are not even read."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    memo |= {id(b): b.to("meta") for b in model.buffers()}
+    return copy.deepcopy(model, memo)

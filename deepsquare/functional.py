@@ -1,0 +1,310 @@
+"""The paper's equations, one pure function each: the reference that every other form is held to.
+
+Chen et al., "DeepSquare: Boosting the Learning Power of Deep Convolutional Neural Networks with Elementwise
+Square Operators". A *map* is a tensor (N, C, spatial…) with one, two or three spatial dimensions, in any
+memory layout; HW stands for the number of its spatial positions.
+
+NOTE not in paper: number formats. Half types (float16, bfloat16) are squared and summed in float32. Under
+autocast the poolings and Square-Softmin then return float32, as torch's own ``pow`` and ``norm`` do; in a
+model that is itself in half precision they return its type, where a value beyond that type's range becomes
+inf.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+_REAL = (torch.float64, torch.float32, *_HALF)
+
+
+def square(x: Tensor) -> Tensor:
+    """Equation (14): σ(t) = t², elementwise; any shape, the type of ``x``."""
+    _require_real(x)
+    return x * x  # not pow: autocast would turn pow into float32 and double the memory of the map
+
+
+def relu_square(x: Tensor) -> Tensor:
+    """Equation (19): σ(t) = max(0, t)², elementwise; any shape, the type of ``x``."""
+    _require_real(x)
+    positive = F.relu(x)
+    return positive * positive  # autograd keeps this one tensor, for both operations
+
+
+def square_pooling(x: Tensor, keepdim: bool = False) -> Tensor:
+    """Equation (20), Square-Pooling: G_k = 1/HW · Σ_ij F_ijk².
+
+    ``x`` is F (N, C, spatial…); returns G (N, C), or (N, C, 1, …) with ``keepdim``. It is the second moment
+    about the origin: mean² + variance (Equation 21).
+    """
+    _require_map(x)
+    return _pooled(_mean_square(x), x, keepdim)
+
+
+def moment_pooling(x: Tensor, order: int, keepdim: bool = False) -> Tensor:
+    """Table 3: the moment about the origin 1/HW · Σ_ij F_ijk^order; 1 is the mean, 2 is Square-Pooling.
+
+    ``x`` is F (N, C, spatial…); returns (N, C), or (N, C, 1, …) with ``keepdim``.
+    """
+    _require_map(x)
+    if not isinstance(order, int) or order < 1:
+        raise ValueError(f"order is {order!r}, expected a positive integer: 1 for the mean, 2 for Square-Pooling.")
+    if order == 2:
+        return square_pooling(x, keepdim)
+    wide = _accumulation_type(x)
+    powers = x if order == 1 else x.to(wide).pow(order)
+    return _pooled(powers.mean(_spatial(x), dtype=wide), x, keepdim)
+
+
+def gem_pooling(x: Tensor, p: float | Tensor, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    """Equation (8), generalised-mean pooling: O = (1/HW · Σ_ij I(i, j)^p)^(1/p).
+
+    ``x`` is I (N, C, spatial…); ``p`` a positive number or a tensor of one element, which may be learned.
+    Returns (N, C), or (N, C, 1, …) with ``keepdim``.
+
+    NOTE not in paper: values below ``eps`` count as ``eps``, as in the GeM authors' release, so that the
+    power of a negative value and the slope of the root at zero are never met.
+    """
+    _require_map(x)
+    if isinstance(p, Tensor):
+        _require_one_element("p", p)
+        p = p.to(_accumulation_type(x)).reshape(())
+    elif not 0 < p < math.inf:
+        raise ValueError(f"p is {p!r}, expected a positive finite number; GeM starts from 3.")
+    if not eps > 0:
+        raise ValueError(f"eps is {eps!r}, expected a positive number such as 1e-6.")
+    positive = x.to(_accumulation_type(x)).clamp(min=eps)
+    # The mean is homogeneous, so dividing by the peak changes nothing but the range of the powers: without
+    # it an all-eps map has eps^p = 0 in float32 from p = 8 on, and the gradient of p is NaN. The peak is a
+    # constant here.
+    peak = positive.amax(_spatial(x), keepdim=True).detach()
+    mean = (positive / peak).pow(p).mean(_spatial(x))  # (N, C)
+    return _pooled(mean.pow(1 / p) * peak.reshape(mean.shape), x, keepdim)
+
+
+def lp_pooling(x: Tensor, p: float, kernel: Tensor, keepdim: bool = False) -> Tensor:
+    """Equation (7), Lp-pooling: O = (Σ_ij |I(i, j)|^p · G(i, j))^(1/p).
+
+    ``x`` is I (N, C, spatial…); ``kernel`` is G, of the map's spatial shape (see ``gaussian_kernel``).
+    Returns (N, C), or (N, C, 1, …) with ``keepdim``.
+
+    NOTE not in paper: |I| for I, whose power is undefined where a map is negative; p ≥ 1, below which the
+    slope at zero is infinite; the gradient at an all-zero map, where the root has none, is 0.
+    """
+    _require_map(x)
+    if not 1 <= p < math.inf:
+        raise ValueError(f"p is {p!r}, expected a finite number of at least 1, such as 2.")
+    if kernel.shape != x.shape[2:]:
+        raise ValueError(
+            f"The kernel has shape {tuple(kernel.shape)}, expected the map's spatial shape "
+            f"{tuple(x.shape[2:])}: build it with gaussian_kernel(x.shape[2:])."
+        )
+    magnitude = x.to(_accumulation_type(x)).abs()
+    peak = magnitude.amax(_spatial(x), keepdim=True).detach()  # keeps the powers in range, as in gem_pooling
+    peak = torch.where(peak > 0, peak, 1)
+    total = ((magnitude / peak).pow(p) * kernel.to(magnitude.dtype)).sum(_spatial(x))  # (N, C)
+    zero = total == 0
+    root = torch.where(zero, 0, torch.where(zero, 1, total).pow(1 / p))
+    return _pooled(root * peak.reshape(root.shape), x, keepdim)
+
+
+def gaussian_kernel(
+    size: Sequence[int],
+    sigma: float = 0.25,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The Gaussian kernel G of Equation (7): shape ``size``, centred, sum 1.
+
+    NOTE not in paper: the width. ``sigma`` is relative to each side of the map, so that one value fits every
+    input size; at 0.25 the border lies two standard deviations from the centre, where the weight has fallen
+    to 13%: the kernel spans the map without being cut off by it.
+    """
+    if not sigma > 0:
+        raise ValueError(f"sigma is {sigma!r}, expected a positive fraction of the map's side, such as 0.25.")
+    kernel = torch.ones((), device=device, dtype=dtype)
+    for side in size:
+        offset = (torch.arange(side, device=device, dtype=dtype) + 0.5) / side - 0.5  # in (-½, ½)
+        weight = torch.exp(-0.5 * (offset / sigma).square())
+        kernel = kernel.unsqueeze(-1) * (weight / weight.sum())
+    return kernel
+
+
+def square_softmin(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Equation (24), Square-Softmin: y_k = -s_k · x_k².
+
+    ``x`` holds the last FC layer's outputs, (N, K) or (N, K, 1, 1); ``scale`` is s, nonnegative, of one
+    element (shared) or K; None leaves s out. Returns the logits, of the shape of ``x``.
+    """
+    _require_real(x)
+    if x.ndim < 2:
+        raise ValueError(f"The logits have shape {tuple(x.shape)}, expected (N, K) or (N, K, 1, 1): add the batch.")
+    wide = _accumulation_type(x)
+    logits = -x.to(wide).square()
+    if scale is not None:
+        if scale.numel() != 1 and scale.numel() != x.shape[1]:
+            raise ValueError(
+                f"The scale has {scale.numel()} elements, expected 1 (shared) or {x.shape[1]}, one per class "
+                f"of the logits, which have shape {tuple(x.shape)}."
+            )
+        logits = logits * scale.to(wide).reshape(-1, *[1] * (x.ndim - 2))
+    return logits.to(_result_type(x))
+
+
+def scale_proportion(g: Tensor, alpha: Tensor) -> Tensor:
+    """Equation (25), Scale-Proportion: s_k = G_k / (G_k + α²).
+
+    ``g`` is G ≥ 0 of any shape, ``alpha`` a tensor of one element; returns s in [0, 1], shape and type of
+    ``g``.
+
+    NOTE not in paper: 0/0 is defined as 1, so that α = 0 is exactly the identity, gradients included. It is
+    taken wherever G + α² is below the smallest normal number, hence every gradient is finite. And G = inf, a
+    square that overflowed, gives 1, its limit.
+    """
+    _require_real(g)
+    _require_one_element("alpha", alpha)
+    wide = g.to(_accumulation_type(g))
+    offset = alpha.to(wide.dtype).reshape(()).square()
+    total = wide + offset
+    # Both sides of the quotient are replaced, not the quotient: a gradient through 0/0 would be NaN times 0.
+    one = (offset == 0) | (total < torch.finfo(wide.dtype).tiny) | (wide == math.inf)
+    return (torch.where(one, 1, wide) / torch.where(one, 1, total)).to(g.dtype)
+
+
+def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
+    """Square-Excitation: F_ijk · s_k, where s is Scale-Proportion (25) of Square-Pooling (20) of F.
+
+    ``x`` is F (N, C, spatial…), ``alpha`` a tensor of one element; returns the shape and type of ``x``. For
+    half types G and s stay in float32, and the product is rounded once: right for every finite float16 map.
+    Without a compiler that product is a float32 temporary.
+    """
+    _require_map(x)
+    s = scale_proportion(_mean_square(x), alpha)
+    return (x * _unflattened(s, x)).to(x.dtype)  # autograd keeps x and s, never a float32 copy of x
+
+
+class _MeanSquare(torch.autograd.Function):
+    """The mean of squares over the spatial dimensions, (N, C, spatial…) → (N, C), keeping only its input."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _mean_square_forward(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        factor = grads[0] * (2 / math.prod(x.shape[2:]))
+        grad: Tensor = (x * _unflattened(factor, x)).to(x.dtype)  # these operations are differentiable again
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        tangent: Tensor = 2 * (x.to(_accumulation_type(x)) * tangents[0]).mean(_spatial(x))
+        return tangent
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
+        x = x.movedim(in_dims[0], 0)  # (B, N, C, spatial…): one more batch dimension
+        return _mean_square(x.flatten(0, 1)).reshape(x.shape[:3]), 0
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """Square-Pooling in the accumulation type: every caller's way to it."""
+    if torch.compiler.is_compiling():
+        return x.to(_accumulation_type(x)).square().mean(_spatial(x))  # the compiler fuses this into one pass
+    pooled: Tensor = _MeanSquare.apply(x)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+_FEW_ROWS = 256  # above it, a Python step for each row costs more than it saves
+_BLOCK = 1 << 20  # elements: 4 MB in float32, small enough to stay in the cache
+
+
+def _mean_square_forward(x: Tensor) -> Tensor:
+    """One pass over the map, without a temporary of its size. The place to choose a faster kernel.
+
+    x.square() writes the whole map out and reads it back: 43 to 56 ms for 32×256×56×56 in float32 on a CPU
+    (2 threads). ``vector_norm`` takes 4 ms, but 36 where channels are innermost (channels_last), as it is not
+    vectorised there, and for half types on a CPU it first makes a float32 copy of the map. Rows and blocks
+    take 4 to 9 ms in those cases. On a GPU the conversion to float32 happens inside the reduction.
+    """
+    if x.device.type == "cpu":
+        if x.stride(1) == 1 and x.shape[1] > 1 and x.shape[2] <= _FEW_ROWS:
+            return _mean_square_by_rows(x)
+        largest = 0 if x.shape[0] > 1 else 1
+        if x.dtype in _HALF and x.numel() > _BLOCK and x.shape[largest] > 1:
+            size = max(1, _BLOCK * x.shape[largest] // x.numel())
+            blocks = torch.split(x, size, largest)
+            return torch.cat([_mean_square_forward(block) for block in blocks], largest)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=_spatial(x), dtype=_accumulation_type(x))
+    return norm.square() / math.prod(x.shape[2:])
+
+
+def _mean_square_by_rows(x: Tensor) -> Tensor:
+    """Adds the squares of the slices along the first spatial dimension into one (N, C, remaining…) total."""
+    first, *rows = x.unbind(2)
+    total = first.to(_accumulation_type(x)).square()
+    for row in rows:
+        wide = row.to(total.dtype)
+        total.addcmul_(wide, wide)
+    if total.ndim > 2:
+        total = total.sum(_spatial(total))
+    return total / math.prod(x.shape[2:])
+
+
+def _pooled(pooled: Tensor, x: Tensor, keepdim: bool) -> Tensor:
+    """A pooling's result (N, C) of the map ``x``, in the type and shape the caller gets."""
+    pooled = pooled.to(_result_type(x))
+    return _unflattened(pooled, x) if keepdim else pooled
+
+
+def _unflattened(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.reshape(*per_channel.shape, *[1] * (x.ndim - 2))  # (N, C) → (N, C, 1, …)
+
+
+def _spatial(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(2, x.ndim))
+
+
+def _accumulation_type(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in _HALF else x.dtype
+
+
+def _result_type(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # the meta device knows no autocast
+    return _accumulation_type(x) if autocast else x.dtype
+
+
+def _require_real(x: Tensor) -> None:
+    if x.dtype not in _REAL:
+        raise TypeError(f"The tensor has type {x.dtype}, expected a real floating-point type: convert it by x.float().")
+
+
+def _require_map(x: Tensor) -> None:
+    _require_real(x)
+    if x.ndim < 3:
+        raise ValueError(
+            f"The map has shape {tuple(x.shape)}, expected (N, C, spatial…) with spatial dimensions: "
+            "apply this before the map is pooled or flattened."
+        )
+    if any(side == 0 for side in x.shape[2:]):
+        raise ValueError(
+            f"The map has shape {tuple(x.shape)}, expected at least one spatial position: "
+            "the input image is too small for the network's strides."
+        )
+
+
+def _require_one_element(name: str, value: Tensor) -> None:
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected one element shared by all channels.")

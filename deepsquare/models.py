@@ -1,0 +1,181 @@
+"""Models by name: torchvision's, timm's and the paper's vanilla CNN, equipped by a spec."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deepsquare._torchvision  # noqa: F401  (before torchvision)
+from deepsquare.surgery import equip
+
+TABLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "Table 4": {
+        "resnet18": (
+            "",
+            "pooling",
+            "softmin",
+            "excitation",
+            "encoding",
+            "pooling+excitation",
+            "pooling+encoding",
+            "pooling+excitation+encoding",
+        )
+    },
+    "Table 5": {"resnet50": ("", "pooling", "softmin", "encoding", "pooling+excitation")},
+    "Table 7": {
+        "shufflenet_v2_x1_0": ("", "pooling", "softmin", "encoding", "pooling+excitation"),
+        "shufflenet_v2_x0_5": ("", "pooling"),
+    },
+}
+"""The networks of the paper's ImageNet tables: for each base model its specs, in the order of the rows."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How :func:`create_model` built a model; kept on the model as ``deepsquare_origin`` and in its checkpoints."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ConvLayer(nn.Module):
+    """A layer of Table 1: 3×3 convolution of stride 2, batch normalisation, ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) → (N, out_channels, H/2, W/2)."""
+        out: Tensor = self.relu(self.bn(self.conv(x)))
+        return out
+
+
+class VanillaCNN(nn.Module):
+    """The vanilla CNN of Table 1, for 32×32 images.
+
+    The placements of Table 2 are specs: position ``i_j`` for i < 3 is ``square(after='layer<i>')``, ``3_4`` is
+    ``pooling``, ``4_5`` is ``square(after='pool')`` and ``5_`` is ``softmin`` with its options.
+    """
+
+    pretrained_cfg = {"input_size": (3, 32, 32)}  # noqa: RUF012  # as timm's models say what they take
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.layer1 = ConvLayer(3, 32)
+        self.layer2 = ConvLayer(32, 64)
+        self.layer3 = ConvLayer(64, 128)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(128, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, 32, 32) → (N, num_classes)."""
+        x = self.layer3(self.layer2(self.layer1(x)))
+        out: Tensor = self.fc(self.pool(x).flatten(1))
+        return out
+
+
+def vanilla_cnn(num_classes: int = 10) -> VanillaCNN:
+    """The vanilla CNN of Table 1."""
+    return VanillaCNN(num_classes)
+
+
+def create_model(name: str, spec: str = "", *, dropout: float | None = None, **arguments: Any) -> nn.Module:
+    """Build a model by name and equip it.
+
+    Args:
+        name: ``vanilla_cnn`` or a name of torchvision or timm; ``torchvision/NAME`` and ``timm/NAME`` say which zoo.
+        spec: words joined by ``+``; empty for the base model.
+        dropout: ratio before the last fully connected layer, see :func:`deepsquare.equip`.
+        arguments: handed to the zoo's own builder (``num_classes``, ``weights``, ``pretrained``, …).
+    """
+    zoo, builder = _find(name)
+    try:
+        model = builder(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{name} could not be built with {arguments}: {error}") from error
+    stored = {key: value for key, value in arguments.items() if key not in ("weights", "pretrained")}
+    # torchvision sets these two by itself when it loads weights; a checkpoint must know them.
+    for key in ("transform_input", "aux_logits"):
+        if zoo == "torchvision" and hasattr(model, key):
+            stored[key] = getattr(model, key)
+    origin = Origin(f"{zoo}/{name.split('/')[-1]}" if zoo else name, stored)
+    model.deepsquare_origin = origin  # type: ignore[assignment]  # a plain attribute, no submodule
+    return equip(model, spec, dropout=dropout)
+
+
+def _torchvision_names() -> list[str]:
+    import torchvision
+
+    names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return names
+
+
+def _timm_names() -> list[str]:
+    if importlib.util.find_spec("timm") is None:
+        return []
+    import timm
+
+    names: list[str] = timm.list_models()
+    return names
+
+
+def _torchvision_builder(name: str) -> Callable[..., nn.Module]:
+    import torchvision
+
+    builder: Callable[..., nn.Module] = torchvision.models.get_model_builder(name)
+    return builder
+
+
+def _timm_builder(name: str) -> Callable[..., nn.Module]:
+    import timm
+
+    def build(**arguments: Any) -> nn.Module:
+        model: nn.Module = timm.create_model(name, **arguments)
+        return model
+
+    return build
+
+
+def _find(name: str) -> tuple[str, Callable[..., nn.Module]]:
+    """The zoo that has ``name`` and what builds the model."""
+    if not isinstance(name, str):
+        raise TypeError(f"a model is created by its name, got {name!r}; use deepsquare.equip for a model of your own")
+    if name == "vanilla_cnn":
+        return "", vanilla_cnn
+    zoos = {"torchvision": _torchvision_names(), "timm": _timm_names()}
+    zoo, _, bare = name.rpartition("/")
+    if zoo and zoo not in zoos:
+        raise ValueError(f"unknown zoo {zoo!r} in {name!r}; the zoos are torchvision and timm")
+    holders = [z for z, names in zoos.items() if bare.split(".")[0] in names and zoo in ("", z)]
+    if not holders:
+        known = [n for z, names in zoos.items() for n in names if zoo in ("", z)] + ["vanilla_cnn"]
+        close = difflib.get_close_matches(bare, known, n=4) or known[:4]
+        hint = "" if zoos["timm"] else " (timm is not installed: pip install 'deepsquare[timm]')"
+        raise ValueError(f"no model named {name!r}; the nearest names are {', '.join(close)}{hint}")
+    if len(holders) == 2 and not _same_network(bare):
+        raise ValueError(
+            f"{name!r} names different networks in torchvision and in timm; say which: 'torchvision/{bare}' or "
+            f"'timm/{bare}'"
+        )
+    build = _torchvision_builder if holders[0] == "torchvision" else _timm_builder
+    return holders[0], build(bare)
+
+
+@cache
+def _same_network(name: str) -> bool:
+    """Whether torchvision's and timm's model of this name have the same parameters, so that either will do."""
+    shapes = []
+    for build in (_torchvision_builder(name), _timm_builder(name)):
+        with torch.device("meta"):
+            shapes.append({key: value.shape for key, value in build().state_dict().items()})
+    return shapes[0] == shapes[1]

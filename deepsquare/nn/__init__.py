@@ -1,0 +1,19 @@
+"""The modules: each holds the parameters of one function of ``deepsquare.functional``, and nothing else."""
+
+from deepsquare.nn.excitation import ScaleProportion, SquareExcitation
+from deepsquare.nn.pooling import GeM, LpPooling, MomentPooling, SquarePooling
+from deepsquare.nn.softmin import SquareSoftmin
+from deepsquare.nn.square import EleSquare, ReLUSquare, SquareEncoding
+
+__all__ = [
+    "EleSquare",
+    "GeM",
+    "LpPooling",
+    "MomentPooling",
+    "ReLUSquare",
+    "ScaleProportion",
+    "SquareEncoding",
+    "SquareExcitation",
+    "SquarePooling",
+    "SquareSoftmin",
+]

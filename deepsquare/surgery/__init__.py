@@ -1,0 +1,26 @@
+"""Surgery: finding the sites of a CNN, equipping it, taking the equipment off, folding it for the test phase."""
+
+from deepsquare.surgery.finder import KINDS, Kind, Site, Sites
+from deepsquare.surgery.folding import fold
+from deepsquare.surgery.operation import PREFIX, Equipment, equip, equipment, sites, unequip, unwrap
+from deepsquare.surgery.techniques import TECHNIQUES, Technique, Word, format_spec, parse_spec
+
+__all__ = [
+    "KINDS",
+    "PREFIX",
+    "TECHNIQUES",
+    "Equipment",
+    "Kind",
+    "Site",
+    "Sites",
+    "Technique",
+    "Word",
+    "equip",
+    "equipment",
+    "fold",
+    "format_spec",
+    "parse_spec",
+    "sites",
+    "unequip",
+    "unwrap",
+]

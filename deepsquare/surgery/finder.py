@@ -1,0 +1,329 @@
+"""Where DeepSquare and its peers can stand in a CNN: the four kinds of site, found in the data flow.
+
+=================== ========================================================================================
+pooling             the global average pooling before the classifier
+logits              after the last fully connected layer
+branch_end          the main branch's output, just before it is added or concatenated to the shortcut
+last_spatial_conv   the input of the main branch's last spatial convolution
+=================== ========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from deepsquare.surgery.trace import VIEWS, Call, Graph, Node, trace
+
+Kind = Literal["pooling", "logits", "branch_end", "last_spatial_conv", "named"]
+KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv")
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+NO_BLOCKS = "no building block in which a nonlinear main branch with a spatial convolution meets a shortcut"
+AVERAGES = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place for a module.
+
+    Attributes:
+        kind: which of the four kinds, or ``named`` for a module that the spec names.
+        path: the module it is attached to, as in ``model.get_submodule(path)``.
+        position: whether the inserted module acts on that module's input or on its output.
+        shape: the tensor it acts on, without the batch, for the traced input size.
+        channel_dim: where the channels are in that tensor, counted with the batch.
+        block: for the two kinds inside building blocks, the path of the block.
+        relu_first: a functional ReLU stands between that module and the pooling; the inserted module begins with it.
+        keeps_size: the pooling that follows has a fixed window, so the pooled value must fill the map.
+        word: the word of the spec that stands here, ``""`` while the site is free.
+    """
+
+    kind: Kind
+    path: str
+    position: Literal["input", "output"]
+    shape: tuple[int, ...]
+    channel_dim: int = 1
+    block: str = ""
+    relu_first: bool = False
+    keeps_size: bool = False
+    word: str = ""
+
+    @property
+    def channels(self) -> int:
+        """The number of channels (of classes, for ``logits``)."""
+        return self.shape[self.channel_dim - 1]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of a model.
+
+    Attributes:
+        found: every site, block by block.
+        missing: for each kind that the model does not have, the reason.
+        classifier: the path of the last fully connected layer, or ``""``.
+        dropout: the path of the model's own dropout layer right before it, or ``""``.
+    """
+
+    found: tuple[Site, ...]
+    missing: dict[Kind, str]
+    classifier: str = ""
+    dropout: str = ""
+
+    def of(self, kind: Kind) -> list[Site]:
+        """The sites of one kind."""
+        return [site for site in self.found if site.kind == kind]
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def filled(self, words: dict[Site, str]) -> Sites:
+        """The same sites with the words that now stand at them; named places are added."""
+        places = dict.fromkeys((*self.found, *words))
+        return replace(self, found=tuple(replace(site, word=words.get(site, "")) for site in places))
+
+    def summary(self) -> str:
+        """How many of each kind, in one line."""
+        return ", ".join(f"{len(self.of(kind))} {kind}" for kind in KINDS)
+
+    def __str__(self) -> str:
+        lines = []
+        for site in self.found:
+            size = "×".join(map(str, site.shape))
+            lines.append(f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.word}".rstrip())
+        lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A merge of a main branch (ending in node ``main``) with a shortcut; ``region`` is the main branch."""
+
+    merge: Node
+    main: int
+    region: tuple[Node, ...]
+
+
+def find_sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
+    """All sites of ``model``; refuses transformers and other networks that are no CNN."""
+    graph = trace(model, input_shape)
+    blocks = _blocks(graph)
+    _refuse_other_networks(model, graph, blocks)
+    results: dict[Kind, list[Site] | str] = {"pooling": _pooling(graph), "logits": _logits(graph)}
+    for kind, place in PLACES.items():
+        placed = [place(graph, block) for block in blocks]
+        stuck = [result for result in placed if isinstance(result, str)]
+        sites = [site for result in placed if not isinstance(result, str) for site in result]
+        results[kind] = stuck[0] if stuck else sites or NO_BLOCKS
+    found = [site for result in results.values() if not isinstance(result, str) for site in result]
+    missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
+    return Sites(tuple(found), missing, *_classifier(graph))
+
+
+def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
+    """A CNN has spatial convolutions, and more building blocks made of them than attention layers."""
+    products = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
+    fused = [n for n in graph.nodes if "attention" in n.op]
+    attention = len({n.call for n in products + fused})
+    convs = sum(n.is_spatial_conv for n in graph.nodes)
+    if not convs or attention > len(blocks):
+        raise ValueError(
+            f"{type(model).__name__} is not a CNN: it has {attention} attention layers, {convs} spatial convolutions "
+            f"and {len(blocks)} convolutional building blocks. DeepSquare's sites are defined for CNNs only"
+        )
+
+
+def _attachable(graph: Graph, node: int) -> Call | None:
+    """The module whose output is ``node`` and to which something can be attached: it runs once, is no container."""
+    usable = [
+        call
+        for call in graph.calls[1:]
+        if call.output == node
+        and call.path
+        and graph.times_called[call.module] == 1
+        and not isinstance(call.module, CONTAINERS)
+    ]
+    ran_it = [call for call in usable if call.index == graph.nodes[node].call]
+    # Otherwise one that hands it through (nn.Identity, stochastic depth at rest), the first in time.
+    handed_on = [call for call in usable if call.input == node]
+    return next(iter(ran_it + handed_on), None)
+
+
+def _skip_views(graph: Graph, node: int) -> Iterator[int]:
+    """``node`` and, as long as it is but a view of another, that other."""
+    yield node
+    while graph.nodes[node].op in VIEWS and len(graph.nodes[node].inputs) == 1:
+        node = graph.nodes[node].inputs[0]
+        yield node
+
+
+def _site(graph: Graph, kind: Kind, call: Call, position: Literal["input", "output"], **details: object) -> Site:
+    node = graph.nodes[call.input if position == "input" else call.output]
+    return Site(kind, call.path, position, node.shape[1:], node.channel_dim, **details)  # type: ignore[arg-type]
+
+
+def _logits(graph: Graph) -> list[Site] | str:
+    output = graph.nodes[graph.output]
+    if len([size for size in output.shape if size > 1]) > 2 or len(output.shape) < 2:
+        return f"the output has shape (N, {', '.join(map(str, output.shape[1:]))}), not one value per class"
+    for node in _skip_views(graph, graph.output):
+        if call := _attachable(graph, node):
+            return [_site(graph, "logits", call, "output")]
+    return "no module of the model returns the logits; make its last layer an nn.Module"
+
+
+def _classifier(graph: Graph) -> tuple[str, str]:
+    """The paths of the last fully connected layer (a 1×1 convolution counts) and of the dropout layer before it."""
+    layers = [n for n in graph.nodes if (n.op == "addmm" or n.is_conv) and n.index <= graph.output]
+    if not layers or not graph.calls[layers[-1].call].path:
+        return "", ""
+    call = graph.calls[layers[-1].call]
+    reads = set(_skip_views(graph, layers[-1].inputs[0]))
+    dropouts = (c.path for c in graph.calls if isinstance(c.module, nn.Dropout) and c.output in reads)
+    return call.path, next(dropouts, "")
+
+
+def _pooling(graph: Graph) -> list[Site] | str:
+    for node in reversed(graph.nodes):
+        if _averages_the_map(graph, node) and graph.dominates(node.index, graph.output):
+            break
+    else:
+        return "no global average pooling through which everything passes"
+    source = graph.nodes[node.inputs[0]]
+    if not any(n.is_conv or n.op == "addmm" for n in graph.between(source.index, graph.output)):
+        return "its global average pooling comes after the classifier"
+    fixed = "avg_pool" in node.op and "adaptive" not in node.op
+    owner = graph.calls[node.call]
+    if owner.index and owner.input == source.index and graph.times_called[owner.module] == 1 and owner.path:
+        return [_site(graph, "pooling", owner, "input", keeps_size=fixed)]
+    # Functional pooling: pool already where its input is made; averaging a 1×1 map then changes nothing.
+    relu_first = source.op == "relu" and not _attachable(graph, source.index)
+    if relu_first:
+        source = graph.nodes[source.inputs[0]]
+    if call := _attachable(graph, source.index):
+        return [_site(graph, "pooling", call, "output", keeps_size=fixed, relu_first=relu_first)]
+    return f"the input of its functional pooling is made by {source.op}, outside of any module that could be changed"
+
+
+def _averages_the_map(graph: Graph, node: Node) -> bool:
+    if node.op not in AVERAGES or len(node.inputs) != 1:
+        return False
+    source = graph.nodes[node.inputs[0]]
+    spatial = tuple(d for d in range(1, len(source.shape)) if d != source.channel_dim)
+    if node.op == "mean":
+        return bool(spatial) and node.dims == spatial
+    return all(size == 1 for size in node.shape[2:])
+
+
+def _blocks(graph: Graph) -> list[_Block]:
+    """The innermost building blocks with a shortcut and a spatial convolution in the main branch."""
+    candidates: dict[int, _Block] = {}
+    joined: set[tuple[int, ...]] = set()
+    for node in graph.nodes:
+        block = None
+        if node.op == "add" and len(node.inputs) == 2:
+            if all(graph.nodes[i].shape == node.shape for i in node.inputs):
+                block = _split_branches(graph, node, *node.inputs)
+        elif node.op == "cat" and len(node.inputs) >= 2:
+            *others, last = sorted(node.inputs)
+            # With more than two parts (DenseNet), the older ones must have met before: they are the shortcut.
+            if len(others) == 1 or tuple(others) in joined:
+                block = _split_branches(graph, node, others[-1], last)
+            joined.add(tuple(sorted(node.inputs)))
+        # A linear branch is one convolution, written as several to be merged after training: no branch of its own.
+        if block and any(n.is_spatial_conv for n in block.region) and not all(n.is_linear for n in block.region):
+            candidates.setdefault(block.main, block)
+    blocks = list(candidates.values())
+    return [block for block in blocks if not any(_yields(graph, block, other) for other in blocks)]
+
+
+def _split_branches(graph: Graph, merge: Node, first: int, second: int) -> _Block | None:
+    """Tell the main branch, which has more convolutions, from the shortcut."""
+    if graph.depends(first, second) or graph.depends(second, first):
+        fork = min(first, second)
+    else:
+        common = graph.ancestors[first] & graph.ancestors[second]
+        fork = common.bit_length() - 1
+        if fork < 0:
+            return None
+    regions = {end: tuple(graph.between(fork, end)) for end in (first, second)}
+    convs = {end: sum(n.is_conv for n in region) for end, region in regions.items()}
+    main = max(convs, key=lambda end: convs[end])
+    if convs[first] == convs[second]:
+        return None
+    return _Block(merge, main, regions[main])
+
+
+def _yields(graph: Graph, block: _Block, other: _Block) -> bool:
+    """Whether ``block`` is dropped because ``other``, nested with it, is the building block.
+
+    One whose end a module can be attached to counts before one without. An addition counts before a concatenation
+    (a ghost module in a residual block; a residual block in a cross-stage branch). Of two alike, the outer one
+    counts if the same ``forward`` runs both (the steps within a Res2Net block), else the inner one (a residual
+    block in a residual stage).
+    """
+    inside = any(n.index == other.main for n in block.region) and other.main != block.main
+    around = any(n.index == block.main for n in other.region) and other.main != block.main
+    if not inside and not around:
+        return False
+    ends = [isinstance(_branch_end(graph, b), list) for b in (block, other)]
+    if ends[0] != ends[1]:
+        return ends[1]
+    if block.merge.op != other.merge.op:
+        return block.merge.op == "cat"
+    same_forward = block.merge.call == other.merge.call
+    return around if same_forward else inside
+
+
+def _branch_end(graph: Graph, block: _Block) -> list[Site] | str:
+    node = block.main
+    while True:
+        current = graph.nodes[node]
+        # Layer scale starts near zero, where an excitation behind it would die; it goes before such a constant factor.
+        if current.op in ("mul", "div") and len(current.inputs) == 1:
+            node = current.inputs[0]
+        elif call := _attachable(graph, node):
+            return [_site(graph, "branch_end", call, "output", block=_block_path(graph, block))]
+        elif current.op in VIEWS and len(current.inputs) == 1:
+            node = current.inputs[0]
+        else:
+            return (
+                f"the main branch of block {_block_path(graph, block) or '(the model itself)'} ends in {current.op}, "
+                "not in the output of a module that is used once; give that operation an nn.Module of its own"
+            )
+
+
+def _last_spatial_convs(graph: Graph, block: _Block) -> list[Site] | str:
+    convs = [n for n in block.region if n.is_spatial_conv]
+    last = [n for n in convs if not any(graph.depends(other.index, n.index) for other in convs)]
+    sites = []
+    for node in last:
+        call = graph.calls[node.call]
+        reads = set(_skip_views(graph, node.inputs[0]))
+        if not call.path or graph.times_called[call.module] > 1 or call.input not in reads:
+            return (
+                f"the last spatial convolution of block {_block_path(graph, block) or '(the model itself)'} is not a "
+                "module that is used once; make it an nn.Conv2d of its own"
+            )
+        sites.append(_site(graph, "last_spatial_conv", call, "input", block=_block_path(graph, block)))
+    return sites
+
+
+def _block_path(graph: Graph, block: _Block) -> str:
+    """The module around the whole main branch."""
+    call = graph.nodes[block.main].call
+    while call > 0 and not all(graph.inside(n.call, call) or n.call == call for n in block.region):
+        call = graph.calls[call].parent
+    return graph.calls[call].path
+
+
+PLACES: dict[Kind, Callable[[Graph, _Block], list[Site] | str]] = {
+    "branch_end": _branch_end,
+    "last_spatial_conv": _last_spatial_convs,
+}

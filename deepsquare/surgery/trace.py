@@ -1,0 +1,259 @@
+"""The data flow of one forward pass: which operation fed which, and inside which module each one ran.
+
+A site is a place in the data flow ("the last convolution before the addition"), while modules can only be
+attached to other modules. So the model is run once, on fake tensors (nothing is computed, no memory is used),
+and every operation is recorded with its inputs and with the module whose ``forward`` called it. It works for any
+model that can run, whatever its classes are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze", "flatten", "slice",
+    "select", "expand", "alias", "clone", "detach", "contiguous", "_to_copy", "split", "split_with_sizes",
+    "constant_pad_nd", "native_dropout", "unbind", "lift_fresh", "view_as",
+}  # fmt: skip
+LINEAR = VIEWS | {
+    "convolution", "add", "sub", "native_batch_norm", "_native_batch_norm_legit_no_training", "avg_pool2d",
+}  # fmt: skip
+
+
+@dataclass
+class Node:
+    """One operation. ``inputs`` are the nodes whose values it read; parameters and constants do not count."""
+
+    index: int
+    op: str
+    inputs: tuple[int, ...]
+    call: int
+    shape: tuple[int, ...]
+    channel_dim: int
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
+
+    @property
+    def is_conv(self) -> bool:
+        """Whether this is a learned convolution of any kernel size (a fixed blur is none)."""
+        return bool(self.kernel)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether its result is linear in what was computed so far (a fixed factor counts, a product does not)."""
+        return self.op in LINEAR or (self.op in ("mul", "div") and len(self.inputs) == 1)
+
+    @property
+    def is_spatial_conv(self) -> bool:
+        """Whether this convolution looks at neighbours: a kernel beyond 1×1 that is no patch embedding."""
+        return any(k > 1 and s < k for k, s in zip(self.kernel, self.stride, strict=True))
+
+
+@dataclass
+class Call:
+    """One execution of a module's ``forward``."""
+
+    index: int
+    module: nn.Module
+    path: str
+    parent: int
+    depth: int
+    input: int = -1
+    output: int = -1
+
+
+@dataclass
+class Graph:
+    """The recorded forward pass; node 0 is the model's input, call 0 the model itself."""
+
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    ancestors: list[int] = field(default_factory=list)  # bit i of ancestors[n]: node n depends on node i
+    times_called: dict[nn.Module, int] = field(default_factory=dict)
+    output: int = -1
+
+    def depends(self, node: int, on: int) -> bool:
+        """Whether ``node`` was computed from ``on``."""
+        return bool(self.ancestors[node] >> on & 1)
+
+    def between(self, start: int, end: int) -> list[Node]:
+        """Nodes on the ways from ``start`` (left out) to ``end`` (included)."""
+        inner = [self.nodes[i] for i in bits(self.ancestors[end]) if self.depends(i, start)]
+        return [*inner, self.nodes[end]] if end != start else []
+
+    def dominates(self, node: int, end: int) -> bool:
+        """Whether every way from the model's input to ``end`` goes through ``node``."""
+        reached = {0} if node else set()
+        for n in self.nodes[1 : end + 1]:
+            if n.index != node and not reached.isdisjoint(n.inputs):
+                reached.add(n.index)
+        return end not in reached
+
+    def inside(self, call: int, outer: int) -> bool:
+        """Whether ``call`` ran within ``outer`` (and is not ``outer`` itself)."""
+        while call > outer:
+            call = self.calls[call].parent
+            if call == outer:
+                return True
+        return False
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a :class:`Graph` while a model runs under it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = Graph()
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.stack: list[int] = []
+        self.node_of: dict[int, int] = {}
+        self.learned = {id(parameter) for parameter in model.parameters()}
+        self.alive: list[Any] = []  # keeps every tensor, so that an id() is never used twice
+
+    def add_node(self, op: str, inputs: Sequence[int], tensors: Sequence[Tensor], **details: Any) -> None:
+        index = len(self.graph.nodes)
+        call = self.stack[-1] if self.stack else 0
+        self.graph.nodes.append(Node(index, op, tuple(inputs), call, tuple(tensors[0].shape), **details))
+        mask = 0
+        for i in inputs:
+            mask |= self.graph.ancestors[i] | 1 << i
+        self.graph.ancestors.append(mask)
+        for tensor in tensors:
+            self.node_of[id(tensor)] = index
+        self.alive.append(tensors)
+
+    def find(self, value: Any) -> int:
+        """The node of the first recorded tensor in ``value``, or -1."""
+        tensors = (t for t in tree_leaves(value) if isinstance(t, Tensor))
+        return next((self.node_of[id(t)] for t in tensors if id(t) in self.node_of), -1)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = list(dict.fromkeys(self.node_of[id(t)] for t in read if id(t) in self.node_of))
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if inputs and outputs:
+            op = func._schema.name.removeprefix("aten::").removesuffix("_")
+            details = self.details(op, self.graph.nodes[inputs[0]], args, tuple(outputs[0].shape))
+            self.add_node(op, inputs, outputs, **details)
+        elif any(id(t) in self.learned for t in read):  # made of parameters alone: a standardised weight, say
+            self.learned |= {id(t) for t in outputs}
+            self.alive.append(outputs)
+        return result
+
+    def details(self, op: str, source: Node, args: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Any]:
+        """What the finder of sites asks of a node: where its channels are, and what a reduction reduced."""
+        rank, channel_dim = len(source.shape), source.channel_dim
+        if op == "convolution":
+            learned = id(args[1]) in self.learned
+            kernel, stride = (tuple(args[1].shape[2:]), tuple(args[3])) if learned else ((), ())
+            return {"channel_dim": 1, "kernel": kernel, "stride": stride}
+        if op in ("addmm", "mm"):
+            return {"channel_dim": len(shape) - 1}
+        if op == "permute":
+            return {"channel_dim": [d % rank for d in args[1]].index(channel_dim)}
+        if op == "transpose":
+            first, second = (d % rank for d in args[1:3])
+            return {"channel_dim": {first: second, second: first}.get(channel_dim, channel_dim)}
+        if op == "mean":
+            dims = args[1] if len(args) > 1 and args[1] else range(rank)
+            return {"channel_dim": 1, "dims": tuple(sorted(d % rank for d in dims))}
+        if len(shape) != rank:  # a view: channels stay last where they were last, and are second otherwise
+            stays_last = shape and channel_dim == rank - 1 and source.shape[-1] == shape[-1]
+            channel_dim = len(shape) - 1 if stays_last else 1
+        return {"channel_dim": channel_dim}
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        parent = self.stack[-1] if self.stack else -1
+        index = len(self.graph.calls)
+        path = self.paths.get(module, "")
+        self.graph.calls.append(Call(index, module, path, parent, len(self.stack), self.find(args)))
+        self.graph.times_called[module] = self.graph.times_called.get(module, 0) + 1
+        self.stack.append(index)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.graph.calls[self.stack.pop()].output = self.find(output)
+
+
+def example_shape(model: nn.Module) -> tuple[int, ...]:
+    """A shape that the model should accept, without the batch: timm's own word, or what the first convolution takes."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    if config.get("input_size"):
+        return tuple(config["input_size"])
+    sizes: dict[type[nn.Module], tuple[int, ...]] = {
+        nn.Conv1d: (1024,), nn.Conv2d: (224, 224), nn.Conv3d: (16, 112, 112)
+    }  # fmt: skip
+    for module in model.modules():
+        for kind, size in sizes.items():
+            if isinstance(module, kind):
+                return (int(module.in_channels), *size)  # type: ignore[arg-type]
+    raise ValueError(
+        f"{type(model).__name__} has no convolution (looked for nn.Conv1d, nn.Conv2d, nn.Conv3d); "
+        "DeepSquare's sites are those of a CNN"
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while, each module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
+    """Run ``model`` once in evaluation mode on a fake batch and return its data flow.
+
+    Args:
+        model: any module that takes one tensor.
+        input_shape: shape of one input without the batch, ``(C, H, W)``; guessed when not given.
+    """
+    shape = tuple(input_shape) if input_shape is not None else example_shape(model)
+    anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    recorder = _Recorder(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _evaluating(model), torch.no_grad(), fake:
+        batch = torch.empty((2, *shape), device=anchor.device, dtype=anchor.dtype)
+        recorder.add_node("input", (), (batch,), channel_dim=1)
+        hooks = [
+            register_module_forward_pre_hook(recorder.enter),
+            register_module_forward_hook(recorder.leave),
+        ]
+        try:
+            with recorder:
+                model(batch)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} could not be run on an input of shape {(2, *shape)}: {error}. "
+                "Give the shape of one input without the batch as input_shape=(channels, height, width)"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+    recorder.graph.output = recorder.graph.calls[0].output
+    return recorder.graph

@@ -1,0 +1,66 @@
+"""The networks of Tables 4, 5 and 7 under timm's own factory: ``timm.create_model("deepsquare_resnet50_pooling")``.
+
+Importing this module registers them; ``import deepsquare`` does so when timm is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from deepsquare.models import TABLES, create_model
+
+__all__: list[str] = []  # timm's register_model adds each name
+
+# timm reads the input size and the normalisation from here; the numbers are ImageNet's usual ones.
+CONFIG = {
+    "input_size": (3, 224, 224),
+    "crop_pct": 224 / 256,
+    "interpolation": "bilinear",
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "num_classes": 1000,
+}
+
+
+def timm_name(name: str, spec: str) -> str:
+    """The name under which timm knows ``name`` with ``spec``: ``deepsquare_resnet50_pooling_excitation``."""
+    return "_".join(["deepsquare", name, *spec.split("+")] if spec else ["deepsquare", name])
+
+
+def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
+    def build(
+        pretrained: bool = False,
+        pretrained_cfg: Any = None,
+        pretrained_cfg_overlay: Any = None,
+        drop_rate: float | None = None,
+        in_chans: int = 3,
+        **arguments: Any,
+    ) -> nn.Module:
+        if pretrained or in_chans != 3:
+            raise ValueError(
+                f"{build.__name__} has no pretrained weights and takes 3 channels, got pretrained={pretrained}, "
+                f"in_chans={in_chans}; for other bases use deepsquare.equip on a model of your own"
+            )
+        model = create_model(f"torchvision/{name}", spec, dropout=drop_rate or None, **arguments)
+        config = {**CONFIG, "architecture": build.__name__, "num_classes": arguments.get("num_classes", 1000)}
+        model.pretrained_cfg = model.default_cfg = config  # type: ignore[assignment]
+        return model
+
+    build.__name__ = timm_name(name, spec)
+    build.__doc__ = f"{name} equipped with {spec!r}." if spec else f"torchvision's {name}, the base model."
+    return build
+
+
+def _register() -> None:
+    from timm.models import register_model
+
+    for models in TABLES.values():
+        for name, specs in models.items():
+            for spec in specs:
+                register_model(_entry_point(name, spec))
+
+
+_register()

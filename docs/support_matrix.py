@@ -1,0 +1,229 @@
+"""Which word works on which model: equips every CNN of torchvision and the smallest of each CNN family of timm.
+
+    python docs/support_matrix.py            # run what results/support.jsonl does not have yet, write docs/support.md
+    python docs/support_matrix.py --render   # only write docs/support.md
+
+A word *works* on a model if ``equip`` finds its sites, one training step (forward and backward pass on random images,
+cross-entropy) gives finite gradients everywhere and nonzero ones for every new parameter, and ``unequip`` gives
+back the outputs of the base model bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import nn
+from torch.nn import functional as F
+
+import deepsquare as ds
+from deepsquare.surgery import TECHNIQUES, Sites
+
+ROOT = Path(__file__).parent.parent
+ROWS, PAGE = ROOT / "results" / "support.jsonl", ROOT / "docs" / "support.md"
+WORDS = [word for word, technique in TECHNIQUES.items() if technique.kind is not None]
+TRANSFORMERS = ("vit_", "swin_", "maxvit_")
+# timm's modules of transformers, of hybrids with attention or state-space layers, and of MLPs. All others are CNNs.
+OTHER_NETWORKS = {
+    "beit", "byoanet", "cait", "coat", "convit", "cpubone", "crossvit", "csatv2", "davit", "deepseek_vit", "deit",
+    "edgenext", "efficientformer", "efficientformer_v2", "efficientvim", "efficientvit_mit", "efficientvit_msra", "eva",
+    "fastvit", "gcvit", "gemma4_vit", "hiera", "hieradet_sam2", "iformer", "levit", "lowformer", "maxxvit", "mlp_mixer",
+    "mobilenetv5", "mobilevit", "mvitv2", "naflexvit", "nest", "nextvit", "pit", "pvt_v2", "qwen3_vit", "sequencer",
+    "shvit", "swiftformer", "swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "tiny_vit", "tnt",
+    "twins", "visformer", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos",
+    "vision_transformer_sam", "vitamin", "volo", "xcit",
+}  # fmt: skip
+
+
+def torchvision_models() -> Iterator[tuple[str, str]]:
+    """(family, name) of every CNN classifier of torchvision."""
+    import torchvision
+
+    for name in torchvision.models.list_models(module=torchvision.models):
+        if not name.startswith(TRANSFORMERS):
+            yield re.match(r"[a-z]+", name).group(), f"torchvision/{name}"  # type: ignore[union-attr]
+
+
+def timm_models() -> Iterator[tuple[str, str]]:
+    """(family, name) of the smallest model of each CNN family of timm: of each module and first letters of a name."""
+    import timm
+
+    for module in timm.list_modules():
+        if module in OTHER_NETWORKS or module == "timm_models":
+            continue
+        names = [name for name in timm.list_models(module=module) if not name.startswith(("test_", "caformer"))]
+        stem = re.compile(r"[a-z]+")
+        for prefix, members in groupby(sorted(names), key=lambda name: stem.match(name).group()):  # type: ignore[union-attr]
+            sizes = {}
+            for name in members:
+                with torch.device("meta"):
+                    sizes[name] = sum(p.numel() for p in timm.create_model(name).parameters())
+            yield f"{module}/{prefix}", f"timm/{min(sizes, key=lambda name: sizes[name])}"
+
+
+def smallest_input(model: nn.Module) -> torch.Tensor:
+    """Two random images as small as the model takes."""
+    sizes = [64, 96, 128, 160, 224, 256, 299]
+    fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
+    for size in [224] if fixed else sizes:
+        images = torch.randn(2, 3, size, size)
+        try:
+            with torch.no_grad():
+                model.train()(images)
+                return images
+        except (RuntimeError, ValueError, AssertionError):
+            continue
+    raise RuntimeError(f"{type(model).__name__} takes none of the sizes {sizes}")
+
+
+def try_word(model: nn.Module, present: Sites, word: str, images: torch.Tensor) -> tuple[str, int]:
+    """Equip, train a step, unequip: the outcome in a word, and the number of sites."""
+    with torch.no_grad():
+        before = model.eval()(images)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    kind = TECHNIQUES[word].kind
+    assert kind is not None
+    if not present.of(kind):
+        return f"no site: {present.missing[kind]}", 0
+    ds.equip(model, word)
+    try:
+        model.train().zero_grad(set_to_none=True)
+        output = model(images)
+        logits = output if isinstance(output, torch.Tensor) else output[0]
+        torch.autograd.backward(F.cross_entropy(logits, torch.tensor([0, 1])))
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        new = [name for name, _ in model.named_parameters() if "deepsquare_" in name]
+        finite = bool(logits.isfinite().all()) and all(bool(g.isfinite().all()) for g in grads.values())
+        alive = all(name in grads and bool(grads[name].any()) for name in new)
+    finally:
+        ds.unequip(model)
+        model.load_state_dict(state)  # the running statistics of the step
+    with torch.no_grad():
+        same = torch.equal(model.eval()(images).nan_to_num(), before.nan_to_num())
+    outcome = "works" if finite and alive and same else f"fails: finite={finite}, new gradients={alive}, undone={same}"
+    return outcome, len(present.of(kind))
+
+
+def rows_of(family: str, name: str, words: list[str]) -> list[dict[str, Any]]:
+    """One row for each word; runs in a process of its own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore")
+    start, rows = time.perf_counter(), []
+    slow = name in ("torchvision/googlenet", "torchvision/inception_v3")  # their own initialisation takes minutes
+    arguments: dict[str, Any] = {"init_weights": False} if slow else {}
+    try:
+        model = ds.create_model(name, **arguments)
+        images = smallest_input(model)
+        present = ds.sites(model)
+    except Exception as error:
+        return [{"family": family, "model": name, "word": word, "outcome": f"fails: {error}"} for word in words]
+    for word in words:
+        try:
+            outcome, count = try_word(model, present, word, images)
+        except Exception as error:
+            outcome, count = f"fails: {type(error).__name__}: {error}", 0
+        rows.append({"family": family, "model": name, "word": word, "outcome": outcome, "sites": count})
+    seconds = round(time.perf_counter() - start, 1)
+    return [row | {"input": images.shape[-1], "seconds_all_words": seconds, "versions": versions()} for row in rows]
+
+
+def versions() -> dict[str, str]:
+    """What the rows depend on."""
+    import timm
+    import torchvision
+
+    return {"torch": torch.__version__, "torchvision": torchvision.__version__, "timm": timm.__version__}
+
+
+def read_rows() -> list[dict[str, Any]]:
+    """The rows so far, without a last line that was cut."""
+    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def run(match: str) -> None:
+    """Run what is missing, appending each model's rows as soon as they are there."""
+    have = {(row["model"], row["word"]) for row in read_rows() if row.get("versions") == versions()}
+    jobs = []
+    for family, name in [*torchvision_models(), *timm_models()]:
+        words = [word for word in WORDS if (name, word) not in have]
+        if words and match in name:
+            jobs.append((family, name, words))
+    ROWS.parent.mkdir(exist_ok=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool, ROWS.open("a") as file:
+        waiting = [pool.submit(rows_of, *job) for job in jobs]
+        for done in track(as_completed(waiting), total=len(waiting), description="models"):
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done.result())
+            file.flush()
+
+
+def render() -> None:
+    """Write the page from the rows."""
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in read_rows():
+        table.setdefault(row["model"], {})[row["word"]] = row
+    parts = [HEADER.format(**next(iter(next(iter(table.values())).values()))["versions"])]
+    for zoo in ("torchvision", "timm"):
+        models = {name: words for name, words in sorted(table.items()) if name.startswith(zoo + "/")}
+        outcomes = [row["outcome"] for words in models.values() for row in words.values()]
+        works, fails = (sum(o.startswith(start) for o in outcomes) for start in ("works", "fails"))
+        sound = sum(not any(row["outcome"].startswith("fails") for row in words.values()) for words in models.values())
+        parts.append(
+            f"\n## {zoo}\n\n{sound} of {len(models)} models take every word whose site they have: {works} pairs of "
+            f"model and word work, {fails} fail.\n\n"
+            f"| family | model | {' | '.join(WORDS)} |\n|---|---|{'---|' * len(WORDS)}\n"
+        )
+        for name, words in models.items():
+            cells = [_cell(words[word]) if word in words else "?" for word in WORDS]
+            family = next(iter(words.values()))["family"]
+            parts.append(f"| {family} | {name.split('/')[1]} | {' | '.join(cells)} |\n")
+    failures = [
+        f"- {row['model']}, {word}: {row['outcome']}\n"
+        for _, words in sorted(table.items())
+        for word, row in words.items()
+        if row["outcome"].startswith("fails")
+    ]
+    parts.append("\n## Failures\n\n" + ("".join(failures) or "None.\n"))
+    PAGE.write_text("".join(parts))
+    print(f"wrote {PAGE.relative_to(ROOT)} from {ROWS.relative_to(ROOT)}")
+
+
+HEADER = """# Support matrix
+
+Made by `make support` (`docs/support_matrix.py`) with torch {torch}, torchvision {torchvision}, timm {timm}: every CNN
+classifier of torchvision, and the smallest model of each CNN family of timm. A number says that the word works, and at
+how many sites: `equip`, one training step with finite gradients everywhere and nonzero ones for every new parameter,
+`unequip` back to bit-identical outputs. **–** : the architecture has no such site (no global average pooling before the
+classifier; no building block in which a nonlinear main branch with a spatial convolution meets a shortcut).
+`deepsquare info MODEL` gives the reason. Transformers are refused.
+"""
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["outcome"] == "works":
+        return str(row["sites"])
+    return "–" if row["outcome"].startswith("no site") else "**fails**"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--match", default="", help="only models whose name contains this")
+    options = parser.parse_args()
+    if not options.render:
+        run(options.match)
+    render()

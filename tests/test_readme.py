@@ -1,0 +1,33 @@
+"""README tells the truth: its code runs, and its numbers are what the library counts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import deepsquare as ds
+from deepsquare.cost import Cost
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "branch_end" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def base() -> Cost:
+    return ds.cost(ds.create_model("resnet50"))
+
+
+@pytest.mark.parametrize("word", ["pooling", "softmin", "excitation", "encoding"])
+def test_module_table(word: str, base: Cost) -> None:
+    row = re.search(rf"^\| `{word}` .*$", README, re.MULTILINE)
+    assert row is not None
+    added = ds.cost(ds.create_model("resnet50", word)).added_to(base)
+    parameters, share = re.search(r"\+(\d+) parameters?, \+([\d.]+)%", row.group()).groups()  # type: ignore[union-attr]
+    assert int(parameters) == added["parameters"]
+    assert share == f"{100 * added['products'] / base.macs:.3f}"
