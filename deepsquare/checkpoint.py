@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from deepsquare._files import replacing
 from deepsquare.models import Origin, create_model
-from deepsquare.surgery import PREFIX, equipment, fold, unwrap
+from deepsquare.surgery import PREFIX, equipment, fold, is_folded, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -47,7 +48,7 @@ def save(model: nn.Module, path: PathLike) -> None:
         "arguments": origin.arguments if origin else {},
         "spec": present.spec if present else "",
         "dropout": present.dropout if present else None,
-        "folded": getattr(model, "deepsquare_folded", False),
+        "folded": is_folded(model),
     }
     try:
         metadata = {key: json.dumps(value) for key, value in header.items()}
@@ -105,8 +106,10 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     dtypes = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtype=dtypes.pop())
+    state = OrderedDict(tensors)
+    state._metadata = expected._metadata  # type: ignore[attr-defined]  # the versions of the modules, which MNASNet asks for
     try:
-        model.load_state_dict(tensors, strict=False)
+        model.load_state_dict(state, strict=False)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if new:

@@ -2,7 +2,7 @@
 
 from deepsquare.surgery.finder import KINDS, Kind, Site, Sites
 from deepsquare.surgery.folding import fold
-from deepsquare.surgery.operation import PREFIX, Equipment, equip, equipment, sites, unequip, unwrap
+from deepsquare.surgery.operation import PREFIX, Equipment, equip, equipment, is_folded, sites, unequip, unwrap
 from deepsquare.surgery.techniques import TECHNIQUES, Technique, Word, format_spec, parse_spec
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "equipment",
     "fold",
     "format_spec",
+    "is_folded",
     "parse_spec",
     "sites",
     "unequip",

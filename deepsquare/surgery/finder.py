@@ -180,7 +180,7 @@ def _logits(graph: Graph) -> list[Site] | str:
 
 def _classifier(graph: Graph) -> tuple[str, str]:
     """The paths of the last fully connected layer (a 1×1 convolution counts) and of the dropout layer before it."""
-    layers = [n for n in graph.nodes if (n.op == "addmm" or n.is_conv) and n.index <= graph.output]
+    layers = [n for n in graph.nodes if n.is_layer and n.index <= graph.output]
     if not layers or not graph.calls[layers[-1].call].path:
         return "", ""
     call = graph.calls[layers[-1].call]
@@ -196,7 +196,7 @@ def _pooling(graph: Graph) -> list[Site] | str:
     else:
         return "no global average pooling through which everything passes"
     source = graph.nodes[node.inputs[0]]
-    if not any(n.is_conv or n.op == "addmm" for n in graph.between(source.index, graph.output)):
+    if not any(n.is_layer for n in graph.between(source.index, graph.output)):
         return "its global average pooling comes after the classifier"
     fixed = "avg_pool" in node.op and "adaptive" not in node.op
     owner = graph.calls[node.call]
@@ -206,9 +206,13 @@ def _pooling(graph: Graph) -> list[Site] | str:
     relu_first = source.op == "relu" and not _attachable(graph, source.index)
     if relu_first:
         source = graph.nodes[source.inputs[0]]
-    if call := _attachable(graph, source.index):
+    call = _attachable(graph, source.index)
+    if call and graph.readers(source.index) == 1:
         return [_site(graph, "pooling", call, "output", keeps_size=fixed, relu_first=relu_first)]
-    return f"the input of its functional pooling is made by {source.op}, outside of any module that could be changed"
+    return (
+        f"its pooling is not a module, and its input (made by {source.op}) is not the output of a module that is read "
+        "by the pooling alone; make the pooling an nn.AdaptiveAvgPool2d"
+    )
 
 
 def _averages_the_map(graph: Graph, node: Node) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import SquareSoftmin
 from deepsquare.surgery.finder import AVERAGES
-from deepsquare.surgery.operation import PLACEMENT, PREFIX, equipment
+from deepsquare.surgery.operation import FOLDED, PLACEMENT, PREFIX, equipment, is_folded
 from deepsquare.surgery.trace import VIEWS, Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,14 +29,14 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     """
     if model.training:
         raise ValueError("fold makes the test-phase form of a model; call fold(model.eval())")
-    if getattr(model, "deepsquare_folded", False):
+    if is_folded(model):
         return model
     folded = copy.deepcopy(model)
     graph = trace(folded, input_shape)
     with torch.no_grad():
         _merge_scale(folded, graph)
         _merge_batch_norms(folded, graph)
-    folded.deepsquare_folded = True  # type: ignore[assignment]
+    setattr(folded, FOLDED, True)
     return folded
 
 
@@ -74,15 +74,11 @@ class FoldedNorm(nn.Module):
 
 
 def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
-    readers = [0] * len(graph.nodes)
-    for node in graph.nodes:
-        for source in node.inputs:
-            readers[source] += 1
     made_by = {call.output: call for call in graph.calls if type(call.module) in CONVOLUTIONS}
     for call in graph.calls:
         norm, before = call.module, made_by.get(call.input)
         once = before is not None and graph.times_called[before.module] == 1 == graph.times_called[norm]
-        if before is None or not once or readers[call.input] > 1 or not isinstance(norm, BATCH_NORMS):
+        if before is None or not once or graph.readers(call.input) > 1 or not isinstance(norm, BATCH_NORMS):
             continue
         if norm.running_mean is None or norm.running_var is None:
             continue

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -26,6 +25,7 @@ from deepsquare.surgery.techniques import Word, format_spec, parse_spec
 
 PREFIX = "deepsquare_"
 PLACEMENT = "deepsquare_placement"
+FOLDED = "deepsquare_folded"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -63,6 +63,9 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     words = parse_spec(spec)
     if dropout is not None and not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout!r} is no ratio; give a number from 0 up to, not including, 1")
+    if unwrap(model) is not model:
+        raise ValueError(f"equip the model before it is wrapped: this is a {type(model).__name__}")
+    _refuse_folded(model)
     present = equipment(model)
     if present is not None:
         if (present.spec, present.dropout) == (format_spec(words), dropout):
@@ -95,6 +98,7 @@ def unequip(model: Model) -> Model:
     present = equipment(model)
     if present is None:
         return model
+    _refuse_folded(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             placement = child.__dict__.get(PLACEMENT)
@@ -117,6 +121,18 @@ def equipment(model: nn.Module) -> Equipment | None:
     return getattr(unwrap(model), "deepsquare_equipment", None)
 
 
+def is_folded(model: nn.Module) -> bool:
+    """Whether the model is in the test-phase form that :func:`deepsquare.fold` makes."""
+    return bool(getattr(model, FOLDED, False))
+
+
+def _refuse_folded(model: nn.Module) -> None:
+    if is_folded(model):
+        raise ValueError(
+            f"this {type(model).__name__} is folded, which cannot be undone; work on the model it was made of"
+        )
+
+
 def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
     """What stands where: every site of ``model``, with the word that fills it once the model is equipped."""
     present = equipment(model)
@@ -129,8 +145,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, wrappers):
             model = model.module
-        elif isinstance(model, OptimizedModule):
-            model = model._orig_mod
+        elif "_orig_mod" in model._modules:  # torch.compile's; importing its class would load the whole compiler
+            model = model.get_submodule("_orig_mod")
         else:
             return model
 

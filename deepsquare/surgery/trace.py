@@ -25,6 +25,7 @@ VIEWS = {
     "select", "expand", "alias", "clone", "detach", "contiguous", "_to_copy", "split", "split_with_sizes",
     "constant_pad_nd", "native_dropout", "unbind", "lift_fresh", "view_as",
 }  # fmt: skip
+MATRIX_PRODUCTS = ("addmm", "mm")  # nn.Linear with and without a bias
 LINEAR = VIEWS | {
     "convolution", "add", "sub", "native_batch_norm", "_native_batch_norm_legit_no_training", "avg_pool2d",
 }  # fmt: skip
@@ -48,6 +49,11 @@ class Node:
     def is_conv(self) -> bool:
         """Whether this is a learned convolution of any kernel size (a fixed blur is none)."""
         return bool(self.kernel)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether this is a learned convolution or a fully connected layer."""
+        return self.is_conv or self.op in MATRIX_PRODUCTS
 
     @property
     def is_linear(self) -> bool:
@@ -91,6 +97,10 @@ class Graph:
         """Nodes on the ways from ``start`` (left out) to ``end`` (included)."""
         inner = [self.nodes[i] for i in bits(self.ancestors[end]) if self.depends(i, start)]
         return [*inner, self.nodes[end]] if end != start else []
+
+    def readers(self, node: int) -> int:
+        """How many operations read ``node``."""
+        return sum(node in n.inputs for n in self.nodes)
 
     def dominates(self, node: int, end: int) -> bool:
         """Whether every way from the model's input to ``end`` goes through ``node``."""
@@ -169,7 +179,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             learned = id(args[1]) in self.learned
             kernel, stride = (tuple(args[1].shape[2:]), tuple(args[3])) if learned else ((), ())
             return {"channel_dim": 1, "kernel": kernel, "stride": stride}
-        if op in ("addmm", "mm"):
+        if op in MATRIX_PRODUCTS:
             return {"channel_dim": len(shape) - 1}
         if op == "permute":
             return {"channel_dim": [d % rank for d in args[1]].index(channel_dim)}
@@ -256,4 +266,6 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
             for hook in hooks:
                 hook.remove()
     recorder.graph.output = recorder.graph.calls[0].output
+    if recorder.graph.output < 0:
+        raise ValueError(f"{type(model).__name__} returned no tensor that was computed from its input")
     return recorder.graph
