@@ -15,7 +15,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # the user's usual one; some writers set their own
         yield temporary
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

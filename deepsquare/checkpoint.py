@@ -5,9 +5,11 @@ Only safetensors files are read. A pickled file can run code when it is opened, 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from deepsquare._files import replacing
-from deepsquare.models import Origin, create_model
+from deepsquare.models import WEIGHT_ARGUMENTS, Origin, create_model
 from deepsquare.surgery import PREFIX, equipment, fold, is_folded, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
+VERSION = 1
+FIELDS: dict[str, tuple[type, ...]] = {
+    "name": (str, type(None)),
+    "arguments": (dict,),
+    "spec": (str,),
+    "dropout": (float, int, type(None)),
+    "folded": (bool,),
+}
 
 
 def save(model: nn.Module, path: PathLike) -> None:
@@ -32,18 +42,11 @@ def save(model: nn.Module, path: PathLike) -> None:
     """
     model = unwrap(model)
     present = equipment(model)
-    if present is not None:
-        for site in present.sites.found:
-            children = dict(model.get_submodule(site.path).named_children())
-            if site.word and PREFIX + site.word.split("(")[0] not in children:
-                raise ValueError(
-                    f"{site.path} has lost its {site.word}: the module was replaced after equip. Change the model "
-                    "first and equip it then"
-                )
+    _refuse_losses(model)
     origin: Origin | None = getattr(model, "deepsquare_origin", None)
     header = {
         "format": "deepsquare",
-        "version": 1,
+        "version": VERSION,
         "name": origin.name if origin else None,
         "arguments": origin.arguments if origin else {},
         "spec": present.spec if present else "",
@@ -76,10 +79,21 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
             f"{header.get('spec', '')!r}, and use deepsquare.load_weights(model, path)"
         )
     chosen = header["spec"] if spec is None else spec
-    model = create_model(header["name"], chosen, dropout=header["dropout"], **header["arguments"])
+    arguments = {key: value for key, value in header["arguments"].items() if key not in WEIGHT_ARGUMENTS}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* started at γ = 0")  # weights follow
+        model = create_model(header["name"], chosen, dropout=header["dropout"], **arguments)
     if header["folded"]:
         model = fold(model.eval())
-    load_weights(model, path)
+    types = {key: value.dtype for key, value in load_file(path).items()}
+    for key, value in (*model.named_parameters(), *model.named_buffers()):
+        value.data = value.data.to(types.get(key, value.dtype))
+    try:
+        load_weights(model, path)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. If the model was changed after it was created, build it again and use deepsquare.load_weights"
+        ) from error
     return model
 
 
@@ -103,14 +117,13 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     if problems:
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise ValueError(f"{path} does not fit {_describe(model)}: {shown}. {_holds(path)}")
-    dtypes = {value.dtype for value in tensors.values() if value.is_floating_point()}
-    if len(dtypes) == 1:
-        model.to(dtype=dtypes.pop())
+    before = copy.deepcopy(expected)
     state = OrderedDict(tensors)
-    state._metadata = expected._metadata  # type: ignore[attr-defined]  # the versions of the modules, which MNASNet asks for
+    state._metadata = before._metadata  # type: ignore[attr-defined]  # the versions of the modules: MNASNet asks for them
     try:
         model.load_state_dict(state, strict=False)
     except ValueError as error:
+        model.load_state_dict(before)
         raise ValueError(f"{path}: {error}") from error
     if new:
         logger.warning(
@@ -129,7 +142,8 @@ def read_header(path: PathLike) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        start = path.open("rb").read(4)
+        with path.open("rb") as file:
+            start = file.read(4)
         if start[:2] == b"PK" or start[:1] == b"\x80":
             raise ValueError(
                 f"{path} is a pickled file, which may run code when it is opened; only safetensors files are read. If "
@@ -139,9 +153,35 @@ def read_header(path: PathLike) -> dict[str, Any]:
     if metadata.get("format") != '"deepsquare"':
         return {}
     try:
-        return {key: json.loads(value) for key, value in metadata.items()}
+        header = {key: json.loads(value) for key, value in metadata.items()}
     except json.JSONDecodeError as error:
         raise ValueError(f"the header of {path} is damaged ({error}); fetch or save it again") from error
+    if header.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is a checkpoint of version {header.get('version')}, this deepsquare reads {VERSION}; use the "
+            "release that wrote it"
+        )
+    for field, types in FIELDS.items():
+        if not isinstance(header.get(field, ...), types):
+            raise ValueError(f"the header of {path} has no valid {field!r}; fetch or save the file again")
+    return header
+
+
+def _refuse_losses(model: nn.Module) -> None:
+    """A module that was replaced after ``equip`` has taken what stood at it along."""
+    present = equipment(model)
+    if present is None:
+        return
+    expected = {f"{site.path}.{PREFIX}{site.word.split('(')[0]}": site.word for site in present.sites if site.word}
+    if present.dropout is not None and present.base_dropout is None:
+        expected[f"{present.sites.classifier}.{PREFIX}dropout"] = "dropout"
+    names = dict(model.named_modules())
+    for path, word in expected.items():
+        if path not in names:
+            raise ValueError(
+                f"{path.rpartition('.')[0]} has lost its {word}: the module was replaced after equip. Change the model "
+                "first and equip it then"
+            )
 
 
 def _describe(model: nn.Module) -> str:

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepsquare.surgery.trace import example_shape
 
-BATCH = 2  # batch normalisation in training mode wants more than one value per channel
 aten = torch.ops.aten
 
 
@@ -62,7 +61,15 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
     """
     shape = tuple(input_shape) if input_shape is not None else example_shape(model)
     hollow = _without_data(model).train()
-    owned = {tensor.untyped_storage()._cdata for tensor in (*hollow.parameters(), *hollow.buffers())}
+    # The difference of two batches is one image: what depends on parameters alone cancels out.
+    fewer, more = (_count_batch(hollow, (batch, *shape)) for batch in (2, 3))
+    parameters = sum(p.numel() for p in model.parameters())
+    return Cost(**{**more.added_to(fewer), "parameters": parameters})
+
+
+def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
+    """One forward pass over a whole batch, on the meta device."""
+    owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -71,23 +78,21 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    anchor = next(p for p in hollow.parameters() if p.is_floating_point())
-    images = torch.empty((BATCH, *shape), device="meta", dtype=anchor.dtype)
+    anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE)
     try:
         with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = hollow(images)
+            output = model(torch.empty(shape, device="meta", dtype=anchor.dtype))
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} could not be run on an input of shape {tuple(images.shape)}: {error}. "
+            f"{type(model).__name__} could not be run on an input of shape {shape}: {error}. "
             "Give the shape of one input without the batch as input_shape=(channels, height, width)"
         ) from error
     del output  # it holds the graph, and with it the storages, up to here
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if op in ELEMENTWISE)
     macs = sum(n for op, n in counts.items() if op not in ELEMENTWISE) // 2
-    parameters = sum(p.numel() for p in model.parameters())
-    return Cost(parameters, macs // BATCH, products // BATCH, sum(kept.values()) // BATCH)
+    return Cost(0, macs, products, sum(kept.values()))
 
 
 def _without_data(model: nn.Module) -> nn.Module:

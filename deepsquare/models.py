@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import deepsquare._torchvision  # noqa: F401  (before torchvision)
-from deepsquare.surgery import equip
+from deepsquare.surgery import equip, equipment
 
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "Table 4": {
@@ -35,6 +36,10 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """The networks of the paper's ImageNet tables: for each base model its specs, in the order of the rows."""
+
+
+# They say where weights come from. A checkpoint has its own, so it neither stores nor obeys them.
+WEIGHT_ARGUMENTS = ("weights", "pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 @dataclass(frozen=True)
@@ -96,18 +101,22 @@ def create_model(name: str, spec: str = "", *, dropout: float | None = None, **a
         name: ``vanilla_cnn`` or a name of torchvision or timm; ``torchvision/NAME`` and ``timm/NAME`` say which zoo.
         spec: words joined by ``+``; empty for the base model.
         dropout: ratio before the last fully connected layer, see :func:`deepsquare.equip`.
-        arguments: handed to the zoo's own builder (``num_classes``, ``weights``, ``pretrained``, …).
+        arguments: for the zoo's own builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
     """
     zoo, builder = _find(name)
     try:
         model = builder(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{name} could not be built with {arguments}: {error}") from error
-    stored = {key: value for key, value in arguments.items() if key not in ("weights", "pretrained")}
-    # torchvision sets these two by itself when it loads weights; a checkpoint must know them.
-    for key in ("transform_input", "aux_logits"):
-        if zoo == "torchvision" and hasattr(model, key):
-            stored[key] = getattr(model, key)
+    except (TypeError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{zoo or 'deepsquare'}'s {name} could not be built with {arguments}: {error}") from error
+    if equipment(model) is not None and not spec and dropout is None:
+        return model  # one of timm's registered names, which are equipped already
+    stored = {key: value for key, value in arguments.items() if key not in WEIGHT_ARGUMENTS}
+    if zoo == "torchvision":
+        # Set by torchvision itself when it loads weights; and whatever is loaded needs no slow initialisation.
+        stored |= {key: getattr(model, key) for key in ("transform_input", "aux_logits") if hasattr(model, key)}
+        if "init_weights" in inspect.signature(type(model)).parameters:
+            stored["init_weights"] = False
     origin = Origin(f"{zoo}/{name.split('/')[-1]}" if zoo else name, stored)
     model.deepsquare_origin = origin  # type: ignore[assignment]  # a plain attribute, no submodule
     return equip(model, spec, dropout=dropout)
@@ -156,10 +165,11 @@ def _find(name: str) -> tuple[str, Callable[..., nn.Module]]:
     zoo, _, bare = name.rpartition("/")
     if zoo and zoo not in zoos:
         raise ValueError(f"unknown zoo {zoo!r} in {name!r}; the zoos are torchvision and timm")
-    holders = [z for z, names in zoos.items() if bare.split(".")[0] in names and zoo in ("", z)]
+    untagged = {"torchvision": bare, "timm": bare.split(".")[0]}  # timm's names may end in the tag of some weights
+    holders = [z for z, names in zoos.items() if untagged[z] in names and zoo in ("", z)]
     if not holders:
-        known = [n for z, names in zoos.items() for n in names if zoo in ("", z)] + ["vanilla_cnn"]
-        close = difflib.get_close_matches(bare, known, n=4) or known[:4]
+        known = list(dict.fromkeys([*zoos["torchvision"], *zoos["timm"], "vanilla_cnn"] if not zoo else zoos[zoo]))
+        close = difflib.get_close_matches(bare.lower(), known, n=4) or known[:4]
         hint = "" if zoos["timm"] else " (timm is not installed: pip install 'deepsquare[timm]')"
         raise ValueError(f"no model named {name!r}; the nearest names are {', '.join(close)}{hint}")
     if len(holders) == 2 and not _same_network(bare):

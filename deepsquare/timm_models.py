@@ -35,6 +35,7 @@ def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
         pretrained: bool = False,
         pretrained_cfg: Any = None,
         pretrained_cfg_overlay: Any = None,
+        cache_dir: Any = None,
         drop_rate: float | None = None,
         in_chans: int = 3,
         **arguments: Any,
@@ -55,12 +56,13 @@ def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
 
 
 def _register() -> None:
-    from timm.models import register_model
+    from timm.models import is_model, register_model
 
     for models in TABLES.values():
         for name, specs in models.items():
             for spec in specs:
-                register_model(_entry_point(name, spec))
+                if not is_model(timm_name(name, spec)):
+                    register_model(_entry_point(name, spec))
 
 
 _register()

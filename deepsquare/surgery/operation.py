@@ -61,7 +61,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         input_shape: shape of one input without the batch, ``(channels, height, width)``, if it cannot be guessed.
     """
     words = parse_spec(spec)
-    if dropout is not None and not 0 <= dropout < 1:
+    if dropout is not None and not (isinstance(dropout, (int, float)) and 0 <= dropout < 1):
         raise ValueError(f"dropout={dropout!r} is no ratio; give a number from 0 up to, not including, 1")
     if unwrap(model) is not model:
         raise ValueError(f"equip the model before it is wrapped: this is a {type(model).__name__}")

@@ -1,0 +1,350 @@
+"""Checkpoints: the same model comes back from the file alone, and a bad file is refused by name."""
+
+import contextlib
+import copy
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import deepsquare as ds
+import deepsquare.checkpoint
+from deepsquare.surgery import equipment
+
+
+def images(model: nn.Module) -> Tensor:
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(first.dtype)
+
+
+def trained(name: str, spec: str = "", **arguments: Any) -> nn.Module:
+    """A model none of whose tensors has its start value."""
+    torch.manual_seed(0)
+    model = ds.create_model(name, spec, **arguments)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1 if tensor.dtype == torch.int64 else torch.randn_like(tensor) * 0.01)
+    return model
+
+
+def output(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = copy.deepcopy(model).eval()(images(model))
+    return out
+
+
+def assert_same(loaded: nn.Module, model: nn.Module) -> None:
+    mine, theirs = model.state_dict(), loaded.state_dict()
+    assert list(mine) == list(theirs)
+    for key, value in mine.items():
+        assert theirs[key].dtype == value.dtype, key
+        assert torch.equal(theirs[key], value), key
+    expected = output(model)
+    assert bool(expected.isfinite().all())
+    assert torch.equal(output(loaded), expected)
+    assert equipment(loaded) == equipment(model)
+
+
+def mixed(model: nn.Module) -> nn.Module:
+    """Half precision but for the normalisation layers, as it is often done by hand."""
+    for module in model.bfloat16().modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    return model
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "base": lambda: trained("vanilla_cnn"),
+    "classes": lambda: trained("vanilla_cnn", "pooling+softmin", num_classes=3),
+    "options": lambda: trained("vanilla_cnn", "gem(p=2.5)+softmin(scale='channel', sign=1)+square(after='layer1')"),
+    "dropout": lambda: trained("vanilla_cnn", "pooling", dropout=0.3),
+    "own dropout": lambda: trained("torchvision/mobilenet_v3_small", "pooling", dropout=0.4),
+    "blocks": lambda: trained("resnet18", "excitation(alpha=0.5)+encoding", num_classes=3),
+    "timm": lambda: trained("timm/test_resnet", "pooling+excitation", zero_init_last=False),
+    "half": lambda: trained("vanilla_cnn", "softmin").half(),
+    "bfloat16": lambda: trained("vanilla_cnn", "softmin").bfloat16(),
+    "mixed": lambda: mixed(trained("vanilla_cnn", "softmin")),
+    "folded": lambda: ds.fold(trained("vanilla_cnn", "softmin").eval()),
+    "folded blocks": lambda: ds.fold(trained("resnet18", "pooling+excitation", num_classes=3).eval()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(case: str, tmp_path: Path) -> None:
+    model = CASES[case]()
+    ds.save(model, tmp_path / "sub" / "model.safetensors")
+    loaded = ds.load(str(tmp_path / "sub" / "model.safetensors"))
+    assert_same(loaded, model)
+    ratios = [[m.p for m in net.modules() if isinstance(m, nn.Dropout)] for net in (loaded, model)]
+    assert ratios[0] == ratios[1]
+
+
+def test_channels_last(tmp_path: Path) -> None:
+    model = trained("resnet18", "pooling+excitation", num_classes=3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ds.save(model, tmp_path / "m")
+    loaded = ds.load(tmp_path / "m").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert_same(loaded, model)
+
+
+def test_the_file_is_enough(tmp_path: Path) -> None:
+    model = trained("resnet18", "pooling+softmin", num_classes=3, dropout=0.2)
+    ds.save(model, tmp_path / "model.safetensors")
+    save_file({"x": images(model)}, tmp_path / "x")
+    code = """
+import torch, deepsquare as ds
+from safetensors.torch import load_file, save_file
+with torch.no_grad():
+    save_file({"y": ds.load("model.safetensors").eval()(load_file("x")["x"])}, "y")
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True, timeout=120)
+    torch.testing.assert_close(load_file(tmp_path / "y")["y"], output(model))
+
+
+def test_a_file_of_start_weights_is_not_needed_again(tmp_path: Path) -> None:
+    start = tmp_path / "start.safetensors"
+    save_file(trained("timm/test_resnet").state_dict(), start)
+    model = ds.create_model("timm/test_resnet", "pooling", checkpoint_path=str(start))
+    ds.save(model, tmp_path / "m")
+    start.unlink()
+    assert_same(ds.load(tmp_path / "m"), model)
+
+
+def test_what_pretrained_weights_change_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    state = torchvision.models.GoogLeNet(aux_logits=True, init_weights=False).state_dict()
+    weights = torchvision.models.GoogLeNet_Weights.IMAGENET1K_V1
+    monkeypatch.setattr(type(weights), "get_state_dict", lambda *args, **kwargs: state)
+    model = ds.create_model("torchvision/googlenet", "pooling", weights=weights)
+    ds.save(model, tmp_path / "m")
+    loaded = ds.load(tmp_path / "m")
+    for net in (model, loaded):
+        assert (vars(net)["transform_input"], vars(net)["aux_logits"]) == (True, False)
+    assert_same(loaded, model)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.pool(self.conv(x)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_model_of_ones_own(foreign: bool, tmp_path: Path) -> None:
+    model, path = ds.equip(Own(), "pooling+softmin"), tmp_path / "m"
+    if foreign:
+        save_file(model.state_dict(), path)
+    else:
+        ds.save(model, path)
+    spec = "" if foreign else re.escape("pooling+softmin")
+    with pytest.raises(ValueError, match=rf"{path}.*which model.*spec '{spec}'.*deepsquare\.load_weights"):
+        ds.load(path)
+    other = ds.equip(Own(), "pooling+softmin")
+    assert ds.load_weights(other, path) == []
+    assert_same(other, model)
+
+
+def test_base_weights_into_an_equipped_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base, spec = trained("resnet18", num_classes=3), "excitation(alpha=0.5)+softmin"
+    ds.save(base, tmp_path / "m")
+    model = ds.create_model("resnet18", spec, num_classes=3)
+    new = ds.load_weights(model, tmp_path / "m")
+    blocks = [f"layer{stage}.{block}.bn2.deepsquare_excitation.alpha" for stage in "1234" for block in "01"]
+    assert new == [*blocks, "fc.deepsquare_softmin.root_scale"]
+    assert all(key in caplog.text for key in new)
+    caplog.clear()
+    assert_same(ds.load(tmp_path / "m", spec), model)
+    assert all(key in caplog.text for key in new)
+    assert [model.state_dict()[key].item() for key in new] == [0.5] * 8 + [1.0]
+    assert_same(ds.unequip(model), base)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "classes", "difference"),
+    [
+        ("vanilla_cnn", "", 3, "fc.deepsquare_softmin.root_scale is not part of the model"),
+        ("vanilla_cnn", "softmin", 10, r"fc.weight is \(3, 128\) in the file, \(10, 128\) in the model"),
+        ("vanilla_cnn", "softmin(scale='channel')", 3, r"root_scale is \(\) in the file, \(3,\) in the model"),
+        ("resnet18", "softmin", 3, "conv1.weight is missing.* more"),
+    ],
+)
+def test_what_does_not_fit_is_named(name: str, spec: str, classes: int, difference: str, tmp_path: Path) -> None:
+    ds.save(trained("vanilla_cnn", "softmin", num_classes=3), tmp_path / "m")
+    target = ds.create_model(name, spec, num_classes=classes)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'm'} does not fit.*{difference}.*vanilla_cnn.*'softmin'.*3"):
+        ds.load_weights(target, tmp_path / "m")
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 100, 100_000, -1])
+def test_a_cut_file(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    ds.save(trained("vanilla_cnn"), path)
+    path.write_bytes(path.read_bytes()[:length])
+    for read in (lambda: ds.load(path), lambda: ds.load_weights(ds.vanilla_cnn(), path)):
+        with pytest.raises(ValueError, match=rf"{path} is no complete safetensors file"):
+            read()
+
+
+def test_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path}"):
+            ds.load(path)
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickled_file_is_refused_unopened(zipped: bool, tmp_path: Path) -> None:
+    path, marker = tmp_path / "m.pth", tmp_path / "marker"
+    torch.save({"fc.weight": Evil(marker)}, path, _use_new_zipfile_serialization=zipped)
+    for read in (lambda: ds.load(path), lambda: ds.load_weights(ds.vanilla_cnn(), path)):
+        with pytest.raises(ValueError, match=rf"{path} is a pickled file, which may run code.*safetensors"):
+            read()
+    assert not marker.exists()
+    torch.load(path, weights_only=False)
+    assert marker.exists(), "the file would have done harm"
+
+
+def rewrite(path: Path, header: Mapping[str, str | None] = {}, tensors: Mapping[str, Tensor] = {}) -> None:
+    """Change fields of a file's header (None: leave out) and tensors."""
+    with safe_open(path, framework="pt") as file:
+        metadata = {**file.metadata(), **header}
+    save_file({**load_file(path), **tensors}, path, {key: text for key, text in metadata.items() if text is not None})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(field, None) for field in ("version", "arguments", "spec", "dropout", "folded")],
+        ("spec", '"soft'), ("arguments", "[1]"), ("arguments", "null"), ("dropout", '"much"'), ("name", "5"),
+        ("version", "2"),
+    ],
+)  # fmt: skip
+def test_a_damaged_header(field: str, value: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    ds.save(ds.create_model("vanilla_cnn", "softmin"), path)
+    rewrite(path, {field: value})
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        ds.load(path)
+    assert field in str(caught.value) or value == '"soft'
+
+
+def test_a_header_cannot_fetch_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    fetched: list[object] = []
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", lambda *args, **kw: fetched.append(1))
+    ds.save(ds.create_model("torchvision/resnet18"), tmp_path / "m")
+    rewrite(tmp_path / "m", {"arguments": '{"weights": "DEFAULT"}'})
+    with contextlib.suppress(Exception):  # to refuse the file or to leave the argument out are both right
+        ds.load(tmp_path / "m")
+    assert not fetched
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [("root_scale", -0.5, "nonnegative"), ("root_scale", math.nan, "finite"), ("alpha", math.nan, "finite")],
+)
+def test_values_that_cannot_be(key: str, value: float, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    model = trained("timm/test_resnet", "excitation+softmin", zero_init_last=False)
+    ds.save(model, path)
+    key = next(name for name in model.state_dict() if name.endswith(key))
+    rewrite(path, tensors={key: torch.tensor(value)})
+    with pytest.raises(ValueError, match=rf"{path}.*{key} = {value}, expected {why}"):
+        ds.load(path)
+    nn.init.zeros_(model.get_parameter("conv1.0.weight"))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=key):
+        ds.load_weights(model, path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "half loaded"
+
+
+def test_loading_says_nothing_of_start_values(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="γ = 0"):  # true of the new model, not of one about to get its weights
+        model = trained("timm/test_resnet", "excitation")
+    ds.save(model, tmp_path / "m")
+    loaded = ds.load(tmp_path / "m")  # warnings are errors
+    assert torch.equal(output(loaded), output(model))
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = trained("vanilla_cnn"), tmp_path / "m"
+    ds.save(model, path)
+
+    def fail(tensors: Any, filename: Any, metadata: Any) -> None:
+        Path(filename).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(deepsquare.checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        ds.save(trained("vanilla_cnn", "softmin"), path)
+    assert os.listdir(tmp_path) == ["m"]
+    assert_same(ds.load(path), model)
+
+
+def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
+    ds.save(ds.vanilla_cnn(), tmp_path / "m")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "m").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize(("part", "spec"), [("fc", "softmin"), ("layer4", "excitation")])
+def test_a_model_that_lost_a_part_is_not_saved(part: str, spec: str, tmp_path: Path) -> None:
+    model = ds.create_model("resnet18", spec, num_classes=3)
+    setattr(model, part, nn.Identity())
+    with pytest.raises(ValueError, match=f"{part}.*lost its {spec}.*equip it then"):
+        ds.save(model, tmp_path / "m")
+    assert not os.listdir(tmp_path)
+
+
+def test_arguments_that_no_file_can_hold(tmp_path: Path) -> None:
+    model = ds.create_model("torchvision/resnet18", norm_layer=nn.BatchNorm2d)
+    with pytest.raises(ValueError, match=r"norm_layer.*torchvision/resnet18 cannot be stored"):
+        ds.save(model, tmp_path / "m")
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what torch.compile imports
+@pytest.mark.parametrize("wrapper", [AveragedModel, nn.DataParallel, DistributedDataParallel, torch.compile])
+@pytest.mark.usefixtures("process_group")
+def test_wrappers_are_taken_off(wrapper: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    model = trained("vanilla_cnn", "softmin")
+    ds.save(wrapper(model), tmp_path / "m")
+    assert_same(ds.load(tmp_path / "m"), model)
+    wrapped = wrapper(ds.create_model("vanilla_cnn", "softmin"))
+    assert ds.load_weights(wrapped, tmp_path / "m") == []
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wrapped.parameters(), strict=True))
