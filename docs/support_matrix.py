@@ -3,9 +3,9 @@
     python docs/support_matrix.py            # run what results/support.jsonl does not have yet, write docs/support.md
     python docs/support_matrix.py --render   # only write docs/support.md
 
-A word *works* on a model if ``equip`` finds its sites, one training step (forward and backward pass on random images,
-cross-entropy) gives finite gradients everywhere and nonzero ones for every new parameter, and ``unequip`` gives
-back the outputs of the base model bit by bit.
+A word *works* on a model if ``equip`` finds its sites, a training step (forward and backward pass on random images,
+cross-entropy) gives finite gradients everywhere and nonzero ones for every new parameter (the second step, where the
+base model starts its branches at zero), and ``unequip`` gives back the outputs of the base model bit by bit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -30,7 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deepsquare as ds
-from deepsquare.surgery import TECHNIQUES, Sites
+from deepsquare.surgery import PREFIX, TECHNIQUES, Sites
 
 ROOT = Path(__file__).parent.parent
 ROWS, PAGE = ROOT / "results" / "support.jsonl", ROOT / "docs" / "support.md"
@@ -74,23 +75,41 @@ def timm_models() -> Iterator[tuple[str, str]]:
             yield f"{module}/{prefix}", f"timm/{min(sizes, key=lambda name: sizes[name])}"
 
 
-def smallest_input(model: nn.Module) -> torch.Tensor:
-    """Two random images as small as the model takes."""
-    sizes = [64, 96, 128, 160, 224, 256, 299]
-    fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
-    for size in [224] if fixed else sizes:
-        images = torch.randn(2, 3, size, size)
+def smallest_input(model: nn.Module) -> tuple[torch.Tensor, Sites]:
+    """Two random images as small as the model takes, with more than one position left at its pooling, and the sites."""
+    for size in (64, 96, 128, 160, 224, 256, 299):
         try:
+            present = ds.sites(model, (3, size, size))
+            images = torch.randn(2, 3, size, size)
             with torch.no_grad():
                 model.train()(images)
-                return images
         except (RuntimeError, ValueError, AssertionError):
             continue
-    raise RuntimeError(f"{type(model).__name__} takes none of the sizes {sizes}")
+        pooling = present.of("pooling")
+        if not pooling or math.prod(pooling[0].shape) > pooling[0].channels or size >= 224:
+            return images, present
+    raise RuntimeError(f"{type(model).__name__} took no size from 64 to 299")
+
+
+def train_step(model: nn.Module, images: torch.Tensor) -> tuple[bool, bool]:
+    """A training step; whether outputs and gradients are finite, and whether every new parameter has a gradient."""
+    model.train().zero_grad(set_to_none=True)
+    for module in model.modules():
+        if type(module).__name__ in ("StochasticDepth", "DropPath"):
+            module.eval()  # with two images it often drops a branch for both, and with it every gradient there
+    output = model(images)
+    logits = output if isinstance(output, torch.Tensor) else output[0]
+    torch.autograd.backward(F.cross_entropy(logits, torch.tensor([0, 1])))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    new = [name for name, _ in model.named_parameters() if PREFIX in name]
+    finite = bool(logits.isfinite().all()) and all(bool(g.isfinite().all()) for g in grads.values())
+    alive = all(name in grads and bool(grads[name].any()) for name in new)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    return finite, alive
 
 
 def try_word(model: nn.Module, present: Sites, word: str, images: torch.Tensor) -> tuple[str, int]:
-    """Equip, train a step, unequip: the outcome in a word, and the number of sites."""
+    """Equip, train, unequip: the outcome in a word, and the number of sites."""
     with torch.no_grad():
         before = model.eval()(images)
     state = copy.deepcopy(model.state_dict())
@@ -98,22 +117,11 @@ def try_word(model: nn.Module, present: Sites, word: str, images: torch.Tensor) 
     assert kind is not None
     if not present.of(kind):
         return f"no site: {present.missing[kind]}", 0
-    ds.equip(model, word)
-    try:
-        model.train().zero_grad(set_to_none=True)
-        for module in model.modules():
-            if type(module).__name__ in ("StochasticDepth", "DropPath"):
-                module.eval()  # with two images it often drops a branch for both, and with it every gradient there
-        output = model(images)
-        logits = output if isinstance(output, torch.Tensor) else output[0]
-        torch.autograd.backward(F.cross_entropy(logits, torch.tensor([0, 1])))
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        new = [name for name, _ in model.named_parameters() if "deepsquare_" in name]
-        finite = bool(logits.isfinite().all()) and all(bool(g.isfinite().all()) for g in grads.values())
-        alive = all(name in grads and bool(grads[name].any()) for name in new)
-    finally:
-        ds.unequip(model)
-        model.load_state_dict(state)  # the running statistics of the step
+    ds.equip(model, word, input_shape=images.shape[1:])
+    finite, alive = train_step(model, images)
+    if finite and not alive:  # a gain that the base model starts at zero (NFNet's) has to move first
+        finite, alive = train_step(model, images)
+    ds.unequip(model).load_state_dict(state)  # as before the step
     with torch.no_grad():
         same = torch.equal(model.eval()(images).nan_to_num(), before.nan_to_num())
     outcome = "works" if finite and alive and same else f"fails: finite={finite}, new gradients={alive}, undone={same}"
@@ -130,8 +138,7 @@ def rows_of(family: str, name: str, words: list[str]) -> list[dict[str, Any]]:
     arguments: dict[str, Any] = {"init_weights": False} if slow else {}
     try:
         model = ds.create_model(name, **arguments)
-        images = smallest_input(model)
-        present = ds.sites(model)
+        images, present = smallest_input(model)
     except Exception as error:
         return [{"family": family, "model": name, "word": word, "outcome": f"fails: {error}"} for word in words]
     for word in words:

@@ -77,8 +77,10 @@ def copied_state(model: nn.Module) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+def attached(model: nn.Module) -> int:
+    """How many modules act inside others, and how many hooks there are."""
+    inserted = sum(len(m.__dict__.get("deepsquare_inserted", ())) for m in model.modules())
+    return inserted + sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:

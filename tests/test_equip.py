@@ -14,6 +14,7 @@ import torch
 from common import (
     SHAPES,
     Forward,
+    attached,
     calibrated,
     cifar,
     copied_state,
@@ -21,7 +22,6 @@ from common import (
     densenet,
     equip_quietly,
     excited,
-    hooks,
     images,
     own_keys,
     resnet,
@@ -180,10 +180,10 @@ def test_parameters_added_to_resnet50(spec: str, count: int) -> None:
 
 def test_equipping_again() -> None:
     model = tuned(ds.equip(create("resnet18"), "pooling+excitation(alpha=0.5)", dropout=0.1)).eval()
-    state, count, output = copied_state(model), hooks(model), model(images())
+    state, count, output = copied_state(model), attached(model), model(images())
     assert ds.equip(model, " pooling + excitation(alpha=.5)", dropout=0.1) is model
     assert same_state(model, state)
-    assert hooks(model) == count == 10
+    assert attached(model) == count == 10
     assert torch.equal(model(images()), output)
     present = equipment(model)
     assert present is not None
@@ -195,7 +195,7 @@ def test_equipping_again() -> None:
             ds.equip(model, spec, dropout=dropout)
         assert repr(spec) in str(error.value)
     assert same_state(model, state)
-    assert hooks(model) == count
+    assert attached(model) == count
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_failing_equip_changes_nothing(name: str, spec: str, message: str) -> 
     with pytest.raises(ValueError, match=message):
         ds.equip(model, spec, dropout=0.2)
     assert same_state(model, state)
-    assert hooks(model) == 0
+    assert attached(model) == 0
     assert equipment(model) is None
     assert torch.equal(model(x), output)
 
@@ -256,7 +256,7 @@ def test_unequip_gives_the_base_model_back(
     assert same_state(model, state)
     assert {n: type(m) for n, m in model.named_modules()} == modules
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == ratios
-    assert hooks(model) == 0
+    assert attached(model) == 0
     assert equipment(model) is None
     assert torch.equal(model(x), output)
     assert ds.unequip(model) is model  # a plain model stays as it is
@@ -310,4 +310,4 @@ def test_no_ratio(ratio: float) -> None:
     model = create("vanilla_cnn")
     with pytest.raises(ValueError, match="is no ratio; give a number from 0"):
         ds.equip(model, "pooling", dropout=ratio)
-    assert hooks(model) == 0
+    assert attached(model) == 0

@@ -6,12 +6,12 @@ import pytest
 import torch
 from common import (
     SHAPES,
+    attached,
     calibrated,
     copied_state,
     create,
     equip_quietly,
     excited,
-    hooks,
     images,
     own_keys,
     same_state,
@@ -67,7 +67,7 @@ FOLDED: list[tuple[str, str, int]] = [
 @pytest.mark.parametrize(("name", "spec", "left"), FOLDED)
 def test_folding_keeps_the_outputs(name: str, spec: str, left: int) -> None:
     model, x = ready(name, spec)
-    expected, state, count = model(x), copied_state(model), hooks(model)
+    expected, state, count = model(x), copied_state(model), attached(model)
     modules = {path: type(m) for path, m in model.named_modules()}
     folded = ds.fold(model, input_shape=SHAPES.get(name))
     torch.testing.assert_close(folded(x), expected, rtol=1e-9, atol=1e-9)
@@ -75,7 +75,7 @@ def test_folding_keeps_the_outputs(name: str, spec: str, left: int) -> None:
     assert norms(model) > left or name == "squeezenet1_1"
     assert not any("root_scale" in key for key in folded.state_dict())
     assert {key for key in own_keys(model) if "root_scale" not in key} == own_keys(folded)
-    assert hooks(folded) == count
+    assert attached(folded) == count
     # The model itself: bit for bit as it was.
     assert folded is not model
     assert same_state(model, state)
@@ -114,7 +114,7 @@ def test_an_excitation_on_a_folded_normalisation_still_acts() -> None:
     model, x = ready("cifar", "excitation")
     folded = ds.fold(model, input_shape=(3, 32, 32))
     end, alpha = folded.get_submodule("layer1.0.bn2"), folded.get_parameter("layer1.0.bn2.deepsquare_excitation.alpha")
-    assert type(end) is nn.Identity
+    assert isinstance(end, nn.Identity)
     features = torch.randn(2, 8, 5, 5, dtype=torch.float64)
     torch.testing.assert_close(end(features), excited(features, alpha))
     before = folded(x)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from common import Block, FunctionalBlock, copied_state, create, hooks, same_state
+from common import Block, FunctionalBlock, attached, copied_state, create, same_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -261,7 +261,7 @@ def test_looking_leaves_the_model_as_it_is(training: bool) -> None:
     ds.sites(model)
     assert same_state(model, before)
     assert [m.training for m in model.modules()] == modes
-    assert hooks(model) == 1
+    assert attached(model) == 1
     assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks

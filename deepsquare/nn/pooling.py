@@ -102,6 +102,8 @@ class LpPooling(nn.Module):
 
     def __init__(self, p: float = 2.0, sigma: float = 0.25, keepdim: bool = False) -> None:
         super().__init__()
+        if not 1 <= p < math.inf or not 0 < sigma < math.inf:
+            raise ValueError(f"p is {p!r} and sigma {sigma!r}, expected a finite p of at least 1 and a positive sigma.")
         self.p = p
         self.sigma = sigma
         self.keepdim = keepdim

@@ -2,7 +2,8 @@
 
 from deepsquare.surgery.finder import KINDS, Kind, Site, Sites
 from deepsquare.surgery.folding import fold
-from deepsquare.surgery.operation import PREFIX, Equipment, equip, equipment, is_folded, sites, unequip, unwrap
+from deepsquare.surgery.insertion import PREFIX
+from deepsquare.surgery.operation import Equipment, equip, equipment, is_folded, sites, unequip, unwrap
 from deepsquare.surgery.techniques import TECHNIQUES, Technique, Word, format_spec, parse_spec
 
 __all__ = [

@@ -150,9 +150,10 @@ def _attachable(graph: Graph, node: int) -> Call | None:
         and not isinstance(call.module, CONTAINERS)
     ]
     ran_it = [call for call in usable if call.index == graph.nodes[node].call]
-    # Otherwise one that hands it through (nn.Identity, stochastic depth at rest), the first in time.
+    # Otherwise one that hands it on (nn.Identity, stochastic depth at rest), the first in time; or one around it.
     handed_on = [call for call in usable if call.input == node]
-    return next(iter(ran_it + handed_on), None)
+    around = [call for call in reversed(usable) if graph.inside(graph.nodes[node].call, call.index)]
+    return next(iter(ran_it + handed_on + around), None)
 
 
 def _skip_views(graph: Graph, node: int) -> Iterator[int]:
@@ -200,7 +201,8 @@ def _pooling(graph: Graph) -> list[Site] | str:
         return "its global average pooling comes after the classifier"
     fixed = "avg_pool" in node.op and "adaptive" not in node.op
     owner = graph.calls[node.call]
-    if owner.index and owner.input == source.index and graph.times_called[owner.module] == 1 and owner.path:
+    once = owner.path and graph.times_called[owner.module] == 1
+    if once and owner.input in set(_skip_views(graph, source.index)):
         return [_site(graph, "pooling", owner, "input", keeps_size=fixed)]
     # Functional pooling: pool already where its input is made; averaging a 1×1 map then changes nothing.
     relu_first = source.op == "relu" and not _attachable(graph, source.index)

@@ -12,7 +12,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import SquareSoftmin
 from deepsquare.surgery.finder import AVERAGES
-from deepsquare.surgery.operation import FOLDED, PLACEMENT, PREFIX, equipment, is_folded
+from deepsquare.surgery.insertion import SITE, base_class
+from deepsquare.surgery.operation import FOLDED, is_folded
 from deepsquare.surgery.trace import VIEWS, Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -34,24 +35,26 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     folded = copy.deepcopy(model)
     graph = trace(folded, input_shape)
     with torch.no_grad():
-        _merge_scale(folded, graph)
+        _merge_scale(graph)
         _merge_batch_norms(folded, graph)
     setattr(folded, FOLDED, True)
     return folded
 
 
-def _merge_scale(model: nn.Module, graph: Graph) -> None:
-    present = equipment(model)
-    for site in present.sites.of("logits") if present is not None else ():
-        softmin = getattr(model.get_submodule(site.path), PREFIX + "softmin", None)
+def _merge_scale(graph: Graph) -> None:
+    """-s·x² = -(√s·x)², so √s goes into the layer that makes x, if nothing but homogeneous operations lie between."""
+    for call in graph.calls:
+        softmin = call.module
         if not isinstance(softmin, SquareSoftmin) or softmin.root_scale is None:
             continue
-        layer = model.get_submodule(present.sites.classifier) if present is not None else None
-        logits = next(call.output for call in graph.calls if call.path == site.path)
-        outputs = [n.index for n in graph.nodes if layer is graph.calls[n.call].module and n.index <= logits]
-        between = graph.between(outputs[-1], logits) if outputs else []
-        if not isinstance(layer, (nn.Linear, *CONVOLUTIONS)) or any(n.op not in HOMOGENEOUS for n in between):
+        made = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
+        layer = graph.calls[graph.nodes[made].call].module
+        # The exact classes: in others (cosine classifiers, parametrised ones) the weight is not all there is.
+        if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or graph.times_called[layer] > 1:
             continue
+        if any(n.op not in HOMOGENEOUS for n in graph.between(made, call.input)):
+            continue
+        assert isinstance(layer, (nn.Linear, *CONVOLUTIONS))
         root = softmin.root_scale.abs()
         layer.weight.mul_(root.reshape(-1, *[1] * (layer.weight.dim() - 1)))
         if layer.bias is not None:
@@ -74,7 +77,8 @@ class FoldedNorm(nn.Module):
 
 
 def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
-    made_by = {call.output: call for call in graph.calls if type(call.module) in CONVOLUTIONS}
+    convolutions = [call for call in graph.calls if base_class(call.module) in CONVOLUTIONS]
+    made_by = {call.output: call for call in convolutions if graph.nodes[call.output].is_conv}
     for call in graph.calls:
         norm, before = call.module, made_by.get(call.input)
         once = before is not None and graph.times_called[before.module] == 1 == graph.times_called[norm]
@@ -82,7 +86,7 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
             continue
         if norm.running_mean is None or norm.running_var is None:
             continue
-        if type(norm) in BATCH_NORMS:
+        if base_class(norm) in BATCH_NORMS:
             rest: nn.Module = nn.Identity()
         elif isinstance(getattr(norm, "act", None), nn.Module) and isinstance(getattr(norm, "drop", None), nn.Module):
             rest = FoldedNorm(norm.drop, norm.act)  # type: ignore[arg-type]
@@ -94,7 +98,7 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
             conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
         )
         for name, child in norm.named_children():
-            if PLACEMENT in child.__dict__:
+            if SITE in child.__dict__:
                 rest.add_module(name, child)  # an inserted module goes on acting where it stood
         parent, _, name = call.path.rpartition(".")
         setattr(model.get_submodule(parent), name, rest.train(norm.training))

@@ -1,31 +1,22 @@
-"""Putting modules onto sites and taking them off again.
-
-A technique's module becomes a child of the module at the site, named ``deepsquare_<word>``, and a forward hook runs
-it on that module's input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict``
-keys, its classes and its indexing stay as they were, and the new keys are recognised by their name.
-"""
+"""Putting techniques onto the sites of a model and taking them off again."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.hooks import RemovableHandle
 
 from deepsquare.surgery.finder import CONTAINERS, Site, Sites, find_sites
+from deepsquare.surgery.insertion import insert, remove_inserted
 from deepsquare.surgery.techniques import Word, format_spec, parse_spec
 
-PREFIX = "deepsquare_"
-PLACEMENT = "deepsquare_placement"
 FOLDED = "deepsquare_folded"
+NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -61,11 +52,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         input_shape: shape of one input without the batch, ``(channels, height, width)``, if it cannot be guessed.
     """
     words = parse_spec(spec)
-    if dropout is not None and not (isinstance(dropout, (int, float)) and 0 <= dropout < 1):
-        raise ValueError(f"dropout={dropout!r} is no ratio; give a number from 0 up to, not including, 1")
-    if unwrap(model) is not model:
-        raise ValueError(f"equip the model before it is wrapped: this is a {type(model).__name__}")
-    _refuse_folded(model)
+    _refuse_wrapped_and_folded(model)
     present = equipment(model)
     if present is not None:
         if (present.spec, present.dropout) == (format_spec(words), dropout):
@@ -77,15 +64,22 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     if not words and dropout is None:
         return model
     sites = find_sites(model, input_shape)
-    placed = {site: word for word in words for site in _places(model, word, sites)}
+    placed: dict[Site, Word] = {}
+    for word in words:
+        for site in _places(model, word, sites):
+            if site in placed:
+                raise ValueError(
+                    f"{placed[site]} and {word} of the spec both stand after {site.path}; keep one of them"
+                )
+            placed[site] = word
     inserted = {site: word.build(site) for site, word in placed.items()}
     if any(word.technique.dies_at_zero for word in words):
         _refuse_zero_convolutions(model, sites)
-    if dropout is not None and not sites.classifier:
-        raise ValueError(f"{type(model).__name__} has no fully connected layer that dropout could stand before")
+    if dropout is not None:
+        _check_dropout(model, sites, dropout)
     # Everything that can fail has been tried by now: from here on the model changes.
     for site, module in inserted.items():
-        _insert(model, site, placed[site].name, module)
+        insert(model, site, placed[site].name, module)
     base_dropout = _set_dropout(model, sites, dropout) if dropout is not None else None
     revived = _revive(model, sites) if any(word.technique.dies_at_zero for word in words) else ()
     filled = sites.filled({site: str(word) for site, word in placed.items()})
@@ -95,16 +89,11 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
 
 def unequip(model: Model) -> Model:
     """Take off everything that :func:`equip` added, in place: the base model again, with the same weights."""
+    _refuse_wrapped_and_folded(model)
     present = equipment(model)
     if present is None:
         return model
-    _refuse_folded(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            placement = child.__dict__.get(PLACEMENT)
-            if placement is not None:
-                placement.detach()
-                delattr(parent, name)
+    remove_inserted(model)
     if present.base_dropout is not None:
         path, ratio = present.base_dropout
         _dropout_layer(model, path).p = ratio
@@ -126,11 +115,12 @@ def is_folded(model: nn.Module) -> bool:
     return bool(getattr(model, FOLDED, False))
 
 
-def _refuse_folded(model: nn.Module) -> None:
+def _refuse_wrapped_and_folded(model: nn.Module) -> None:
+    name = type(model).__name__
+    if unwrap(model) is not model:
+        raise ValueError(f"this is a {name} around a model; change the model itself, before it is wrapped")
     if is_folded(model):
-        raise ValueError(
-            f"this {type(model).__name__} is folded, which cannot be undone; work on the model it was made of"
-        )
+        raise ValueError(f"this {name} is folded, which cannot be undone; use the model it was made of")
 
 
 def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
@@ -183,79 +173,28 @@ def _named(model: nn.Module, path: str) -> Site:
     return Site("named", path, "output", ())
 
 
-def _insert(model: nn.Module, site: Site, word: str, module: nn.Module) -> None:
-    anchor = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if anchor is not None:
-        module.to(device=anchor.device, dtype=anchor.dtype)
-    setattr(module, PLACEMENT, _Placement(site))
-    # The registration hook below does the rest.
-    model.get_submodule(site.path).add_module(PREFIX + word, module.train(model.training))
-
-
-class _Placement:
-    """How an inserted module acts on its parent; it is stored on the inserted module and travels with it."""
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.handle: RemovableHandle | None = None
-
-    def attach(self, parent: nn.Module, name: str) -> None:
-        self.detach()  # a conversion registers children anew, even with the parent that they have
-        if self.site.position == "input":
-            self.handle = parent.register_forward_pre_hook(partial(_before, name))
-        else:
-            self.handle = parent.register_forward_hook(partial(_after, name))
-
-    def detach(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-
-
-def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Let an inserted module act on whichever module it becomes a child of.
-
-    ``SyncBatchNorm.convert_sync_batchnorm`` and its like build a new normalisation layer and move the old one's
-    children over, but not its hooks; so the hook is made wherever the child is registered.
-    """
-    placement = child.__dict__.get(PLACEMENT) if child is not None else None
-    if placement is not None:
-        placement.attach(parent, name)
-
-
-register_module_module_registration_hook(_follow_registration)
-
-
-def _before(name: str, parent: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (_run(getattr(parent, name), args[0]), *args[1:])
-
-
-def _after(name: str, parent: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return _run(getattr(parent, name), output)
-
-
-def _run(inserted: nn.Module, x: Tensor) -> Tensor:
-    """Call the inserted module, which takes (N, C, …), on a tensor as it stands at the site."""
-    site: Site = inserted.deepsquare_placement.site  # type: ignore[union-attr, assignment]
-    if site.relu_first:
-        x = F.relu(x)
-    if site.channel_dim != 1:
-        x = x.movedim(site.channel_dim, 1)
-    y: Tensor = inserted(x)
-    if site.keeps_size:
-        y = y.expand(*y.shape[:2], *x.shape[2:])
-    return y if site.channel_dim == 1 else y.movedim(1, site.channel_dim)
-
-
 def _dropout_layer(model: nn.Module, path: str) -> nn.Dropout:
     layer = model.get_submodule(path)
     assert isinstance(layer, nn.Dropout)
     return layer
 
 
+def _check_dropout(model: nn.Module, sites: Sites, ratio: float) -> None:
+    if not (isinstance(ratio, (int, float)) and 0 <= ratio < 1):
+        raise ValueError(f"dropout={ratio!r} is no ratio; give a number from 0 up to, not including, 1")
+    if not sites.classifier:
+        raise ValueError(f"{type(model).__name__} has no fully connected layer that dropout could stand before")
+    own = getattr(model, "drop_rate", 0)  # timm's, where it is no layer but a call of F.dropout
+    if own and not sites.dropout:
+        raise ValueError(
+            f"{type(model).__name__} has a dropout of its own already; build it with drop_rate=0, not {own}"
+        )
+
+
 def _set_dropout(model: nn.Module, sites: Sites, ratio: float) -> tuple[str, float] | None:
     """Dropout before the last fully connected layer: the model's own layer if it has one there, else a new one."""
     if not sites.dropout:
-        _insert(model, Site("named", sites.classifier, "input", ()), "dropout", nn.Dropout(ratio))
+        insert(model, Site("named", sites.classifier, "input", ()), "dropout", nn.Dropout(ratio))
         return None
     layer = _dropout_layer(model, sites.dropout)
     before = layer.p
@@ -268,24 +207,22 @@ def _all_zero(parameter: object) -> bool:
 
 
 def _revive(model: nn.Module, sites: Sites) -> tuple[str, ...]:
-    """Set γ to 1 in untrained normalisation layers that start at 0 within the blocks.
+    """Set γ to 1 in the normalisation layers of the blocks that give nothing but zeros.
 
     NOTE not in paper: a branch that starts at F = 0 has G = 0 and s = 0, and d(s·F)/dF = 0: neither γ nor α would ever
-    get a gradient. Initialising the last γ of a block at zero and Square-Excitation exclude each other.
+    get a gradient. Initialising the last γ of a block at zero and Square-Excitation exclude each other. A trained γ of
+    zero does no harm, as β has moved and with it F.
     """
-    revived: dict[str, None] = {}
-    for block in {site.block: None for site in sites.of("branch_end") if site.block}:
-        for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if not isinstance(module, (_BatchNorm, nn.GroupNorm, nn.LayerNorm)) or not _all_zero(module.weight):
-                continue
-            if isinstance(module, _BatchNorm) and not _all_zero(module.running_mean):
-                continue  # trained to be zero: reviving it would change what the network computes
-            nn.init.ones_(module.weight)
-            revived[name] = None
+    revived: list[str] = []
+    for path in dict.fromkeys(site.block or site.path for site in sites.of("branch_end")):
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            if isinstance(module, NORMS) and _all_zero(module.weight) and _all_zero(module.bias):
+                nn.init.ones_(module.weight)
+                revived.append(name)
     if revived:
         warnings.warn(
-            f"{len(revived)} normalisation layers at the end of a block started at γ = 0 ({next(iter(revived))}, …), "
-            "which the excitation would keep at zero for ever; they now start at γ = 1. Build the model without zero "
+            f"{len(revived)} normalisation layers at the end of a block started at γ = 0 ({revived[0]}, …), which the "
+            "excitation would keep at zero for ever; they now start at γ = 1. Build the model without zero "
             "initialisation of the residual branch (zero_init_residual=False, zero_init_last=False) to do without "
             "this message",
             stacklevel=3,

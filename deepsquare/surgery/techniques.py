@@ -121,8 +121,13 @@ class Word:
             raise ValueError(f"the word {self} of the spec: {error}") from error
 
     def __str__(self) -> str:
-        options = ", ".join(f"{key}={value!r}" for key, value in self.options)
+        options = ", ".join(f"{key}={_written(value)}" for key, value in self.options)
         return f"{self.name}({options})" if options else self.name
+
+
+def _written(value: Any) -> str:
+    """As a person writes it: 2, not 2.0."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else repr(value)
 
 
 def parse_spec(spec: str) -> tuple[Word, ...]:
@@ -135,11 +140,7 @@ def parse_spec(spec: str) -> tuple[Word, ...]:
         tree: ast.expr = ast.parse(spec.strip(), mode="eval").body
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
-    words: list[Word] = []
-    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        words.insert(0, _parse_word(tree.right, spec))
-        tree = tree.left
-    words.insert(0, _parse_word(tree, spec))
+    words = [_parse_word(part, spec) for part in _summands(tree)]
     _refuse_clashes(words, spec)
     return tuple(words)
 
@@ -147,6 +148,12 @@ def parse_spec(spec: str) -> tuple[Word, ...]:
 def format_spec(words: tuple[Word, ...]) -> str:
     """The spec of ``words``, in its one canonical spelling."""
     return "+".join(map(str, words))
+
+
+def _summands(tree: ast.expr) -> list[ast.expr]:
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        return _summands(tree.left) + _summands(tree.right)
+    return [tree]
 
 
 def _not_a_spec(spec: str, reason: str) -> ValueError:
@@ -171,12 +178,25 @@ def _parse_word(tree: ast.expr, spec: str) -> Word:
     for keyword in call.keywords:
         if keyword.arg not in known:
             raise ValueError(f"the word {name} of the spec {spec!r} has no option {keyword.arg}; {takes}")
-        try:
-            options[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError as error:
-            written = ast.unparse(keyword.value)
-            raise _not_a_spec(spec, f"{keyword.arg}={written} is not a number, string or truth value") from error
+        if keyword.arg in options:
+            raise _not_a_spec(spec, f"{name} has {keyword.arg} twice")
+        options[keyword.arg] = _value(keyword, known[keyword.arg], spec)
     return Word(name, tuple((key, options[key]) for key in known if key in options and options[key] != known[key]))
+
+
+def _value(keyword: ast.keyword, default: Any, spec: str) -> Any:
+    """The value of an option, which must be of the kind of its default; a whole number will do for a decimal one."""
+    written = ast.unparse(keyword)
+    kind = type(default)
+    try:
+        value = ast.literal_eval(keyword.value)
+    except (ValueError, TypeError) as error:
+        raise _not_a_spec(spec, f"{written} is not a number, string or truth value") from error
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise _not_a_spec(spec, f"{written}, expected a {kind.__name__} like {default!r}")
+    return value
 
 
 def _refuse_clashes(words: list[Word], spec: str) -> None:

@@ -161,7 +161,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        inputs = list(dict.fromkeys(self.node_of[id(t)] for t in read if id(t) in self.node_of))
+        inputs = [self.node_of[id(t)] for t in read if id(t) in self.node_of]
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if inputs and outputs:
             op = func._schema.name.removeprefix("aten::").removesuffix("_")
