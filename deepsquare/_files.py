@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +12,16 @@ from pathlib import Path
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path beside ``path`` to write to; it takes the place of ``path`` when the block ends, not when it fails."""
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         temporary.touch()
         mode = temporary.stat().st_mode  # the user's usual one; some writers set their own
         yield temporary
         temporary.chmod(mode)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from torch import nn
 
 from deepsquare._files import replacing
 from deepsquare.models import WEIGHT_ARGUMENTS, Origin, create_model
-from deepsquare.surgery import PREFIX, equipment, fold, is_folded, unwrap
+from deepsquare.surgery import PREFIX, check_intact, equipment, fold, is_folded, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -42,7 +42,7 @@ def save(model: nn.Module, path: PathLike) -> None:
     """
     model = unwrap(model)
     present = equipment(model)
-    _refuse_losses(model)
+    check_intact(model)
     origin: Origin | None = getattr(model, "deepsquare_origin", None)
     header = {
         "format": "deepsquare",
@@ -61,8 +61,15 @@ def save(model: nn.Module, path: PathLike) -> None:
             "numbers, strings and truth values only"
         ) from error
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    first = {value.untyped_storage().data_ptr(): key for key, value in reversed(tensors.items())}
+    for key, value in tensors.items():
+        if first[value.untyped_storage().data_ptr()] != key:  # a second name of one tensor
+            tensors[key] = value.clone()
     with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata)
+        try:
+            save_file(tensors, temporary, metadata)
+        except SafetensorError as error:
+            raise OSError(f"could not write {path}: {error}") from error
 
 
 def load(path: PathLike, spec: str | None = None) -> nn.Module:
@@ -88,12 +95,7 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
     types = {key: value.dtype for key, value in load_file(path).items()}
     for key, value in (*model.named_parameters(), *model.named_buffers()):
         value.data = value.data.to(types.get(key, value.dtype))
-    try:
-        load_weights(model, path)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. If the model was changed after it was created, build it again and use deepsquare.load_weights"
-        ) from error
+    load_weights(model, path)
     return model
 
 
@@ -116,7 +118,10 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     ]
     if problems:
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
-        raise ValueError(f"{path} does not fit {_describe(model)}: {shown}. {_holds(path)}")
+        raise ValueError(
+            f"{path} does not fit {_describe(model)}: {shown}. {_holds(path)}. If that model was changed after it was "
+            "created, build it again and use deepsquare.load_weights"
+        )
     before = copy.deepcopy(expected)
     state = OrderedDict(tensors)
     state._metadata = before._metadata  # type: ignore[attr-defined]  # the versions of the modules: MNASNet asks for them
@@ -165,23 +170,6 @@ def read_header(path: PathLike) -> dict[str, Any]:
         if not isinstance(header.get(field, ...), types):
             raise ValueError(f"the header of {path} has no valid {field!r}; fetch or save the file again")
     return header
-
-
-def _refuse_losses(model: nn.Module) -> None:
-    """A module that was replaced after ``equip`` has taken what stood at it along."""
-    present = equipment(model)
-    if present is None:
-        return
-    expected = {f"{site.path}.{PREFIX}{site.word.split('(')[0]}": site.word for site in present.sites if site.word}
-    if present.dropout is not None and present.base_dropout is None:
-        expected[f"{present.sites.classifier}.{PREFIX}dropout"] = "dropout"
-    names = dict(model.named_modules())
-    for path, word in expected.items():
-        if path not in names:
-            raise ValueError(
-                f"{path.rpartition('.')[0]} has lost its {word}: the module was replaced after equip. Change the model "
-                "first and equip it then"
-            )
 
 
 def _describe(model: nn.Module) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import warnings
 from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -116,24 +120,44 @@ def _short(number: int) -> str:
 
 
 @app.command
-def reproduce(experiment: tyro.conf.Positional[Literal["fig2"]], *, seed: int = 0, networks: int = 10_000) -> None:
+def reproduce(
+    experiment: tyro.conf.Positional[Literal["fig2"]],
+    *,
+    seed: int = 0,
+    networks: int = 10_000,
+    figures: Path = Path("docs/figures"),
+    results: Path = Path("results"),
+) -> None:
     """Run an experiment of the paper again: draw its figure, check its claim, write its results.
 
     Args:
         experiment: Which figure or table.
         seed: Seed of the random networks.
         networks: How many random networks of each kind are checked.
+        figures: Folder for the figure.
+        results: Folder for the counts.
     """
     from deepsquare.experiments import fig2
 
     assert experiment == "fig2"
-    fig2.run(seed=seed, networks=networks)
+    fig2.run(figures, results, seed=seed, networks=networks)
+
+
+def _note(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"deepsquare: note: {message}", file=sys.stderr)
 
 
 def main() -> None:
     """Entry point; a caller's mistake ends in one clear line, not in a traceback."""
+    warnings.showwarning = _note
+    if sys.argv[1:] == ["--version"]:
+        print(f"deepsquare {metadata.version('deepsquare')}")
+        return
     try:
         app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough: deepsquare info … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, TypeError, OSError) as error:
         print(f"deepsquare: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepsquare.surgery.trace import example_shape
+from deepsquare.surgery.trace import copy_around, example_shape
 
 aten = torch.ops.aten
 
@@ -60,7 +59,7 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
         input_shape: shape of one input without the batch; guessed when not given.
     """
     shape = tuple(input_shape) if input_shape is not None else example_shape(model)
-    hollow = _without_data(model).train()
+    hollow = copy_around(model, _hollow).train()
     # The difference of two batches is one image: what depends on parameters alone cancels out.
     fewer, more = (_count_batch(hollow, (batch, *shape)) for batch in (2, 3))
     parameters = sum(p.numel() for p in model.parameters())
@@ -81,11 +80,11 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE)
     try:
-        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = model(torch.empty(shape, device="meta", dtype=anchor.dtype))
+        with torch.device("meta"), counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(torch.empty(shape, dtype=anchor.dtype))
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} could not be run on an input of shape {shape}: {error}. "
+            f"{type(model).__name__} could not be run on an input of shape {shape}: {str(error).rstrip('.')}. "
             "Give the shape of one input without the batch as input_shape=(channels, height, width)"
         ) from error
     del output  # it holds the graph, and with it the storages, up to here
@@ -95,8 +94,7 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     return Cost(0, macs, products, sum(kept.values()))
 
 
-def _without_data(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the meta device; the originals are not even read."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    memo |= {id(b): b.to("meta") for b in model.buffers()}
-    return copy.deepcopy(model, memo)
+def _hollow(tensor: Tensor) -> Tensor:
+    """The same tensor without its data; a parameter stays one."""
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

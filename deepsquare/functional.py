@@ -227,6 +227,7 @@ def _mean_square(x: Tensor) -> Tensor:
 
 
 _FEW_ROWS = 256  # above it, a Python step for each row costs more than it saves
+_MANY_POSITIONS = 1 << 13  # about 90×90
 _BLOCK = 1 << 20  # elements: 4 MB in float32, small enough to stay in the cache
 
 
@@ -238,6 +239,11 @@ def _mean_square_forward(x: Tensor) -> Tensor:
     vectorised there, and for half types on a CPU it first makes a float32 copy of the map. Rows and blocks
     take 4 to 9 ms in those cases. On a GPU the conversion to float32 happens inside the reduction.
     """
+    positions = math.prod(x.shape[2:])
+    if positions > _MANY_POSITIONS and x.shape[2] > 1:  # a plain running sum would lose digits
+        parts = torch.split(x, max(1, x.shape[2] * _MANY_POSITIONS // positions), 2)
+        shares = [_mean_square_forward(part) * (math.prod(part.shape[2:]) / positions) for part in parts]
+        return torch.stack(shares).sum(0)
     if x.device.type == "cpu":
         if x.stride(1) == 1 and x.shape[1] > 1 and x.shape[2] <= _FEW_ROWS:
             return _mean_square_by_rows(x)
@@ -247,7 +253,7 @@ def _mean_square_forward(x: Tensor) -> Tensor:
             blocks = torch.split(x, size, largest)
             return torch.cat([_mean_square_forward(block) for block in blocks], largest)
     norm: Tensor = torch.linalg.vector_norm(x, dim=_spatial(x), dtype=_accumulation_type(x))
-    return norm.square() / math.prod(x.shape[2:])
+    return norm.square() / positions
 
 
 def _mean_square_by_rows(x: Tensor) -> Tensor:
@@ -306,5 +312,7 @@ def _require_map(x: Tensor) -> None:
 
 
 def _require_one_element(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {value!r}, expected a tensor of one element.")
     if value.numel() != 1:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected one element shared by all channels.")

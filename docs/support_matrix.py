@@ -77,6 +77,7 @@ def timm_models() -> Iterator[tuple[str, str]]:
 
 def smallest_input(model: nn.Module) -> tuple[torch.Tensor, Sites]:
     """Two random images as small as the model takes, with more than one position left at its pooling, and the sites."""
+    best = None
     for size in (64, 96, 128, 160, 224, 256, 299):
         try:
             present = ds.sites(model, (3, size, size))
@@ -85,10 +86,13 @@ def smallest_input(model: nn.Module) -> tuple[torch.Tensor, Sites]:
                 model.train()(images)
         except (RuntimeError, ValueError, AssertionError):
             continue
+        best = images, present
         pooling = present.of("pooling")
-        if not pooling or math.prod(pooling[0].shape) > pooling[0].channels or size >= 224:
-            return images, present
-    raise RuntimeError(f"{type(model).__name__} took no size from 64 to 299")
+        if not pooling or math.prod(pooling[0].shape) > pooling[0].channels:
+            break
+    if best is None:
+        raise RuntimeError(f"{type(model).__name__} took no size from 64 to 299")
+    return best
 
 
 def train_step(model: nn.Module, images: torch.Tensor) -> tuple[bool, bool]:

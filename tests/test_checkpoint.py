@@ -183,7 +183,7 @@ def test_base_weights_into_an_equipped_model(tmp_path: Path, caplog: pytest.LogC
     [
         ("vanilla_cnn", "", 3, "fc.deepsquare_softmin.root_scale is not part of the model"),
         ("vanilla_cnn", "softmin", 10, r"fc.weight is \(3, 128\) in the file, \(10, 128\) in the model"),
-        ("vanilla_cnn", "softmin(scale='channel')", 3, r"root_scale is \(\) in the file, \(3,\) in the model"),
+        ("vanilla_cnn", "softmin(scale='channel')", 3, r"root_scale is \(1,\) in the file, \(3,\) in the model"),
         ("resnet18", "softmin", 3, "conv1.weight is missing.* more"),
     ],
 )
@@ -277,8 +277,8 @@ def test_values_that_cannot_be(key: str, value: float, why: str, tmp_path: Path)
     model = trained("timm/test_resnet", "excitation+softmin", zero_init_last=False)
     ds.save(model, path)
     key = next(name for name in model.state_dict() if name.endswith(key))
-    rewrite(path, tensors={key: torch.tensor(value)})
-    with pytest.raises(ValueError, match=rf"{path}.*{key} = {value}, expected {why}"):
+    rewrite(path, tensors={key: torch.tensor([value])})
+    with pytest.raises(ValueError, match=rf"{path}.*{key} = \[{value}\], expected {why}"):
         ds.load(path)
     nn.init.zeros_(model.get_parameter("conv1.0.weight"))
     before = copy.deepcopy(model.state_dict())

@@ -81,7 +81,7 @@ def test_gamma_zero_is_revived_for_an_excitation(name: str, arguments: dict[str,
 
     model = create(name, **arguments)
     assert zeros(model) == count
-    with pytest.warns(UserWarning, match=f"{count} normalisation layers .*γ = 0"):
+    with pytest.warns(UserWarning, match=f"{count} layers .*γ = 0"):
         ds.equip(model, "excitation")
     assert zeros(model) == 0
     assert not dead(step(model, images(4, 64)))

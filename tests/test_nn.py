@@ -253,7 +253,7 @@ def test_broken_checkpoints_are_refused(make: Callable[[], nn.Module], key: str,
 
 def test_a_negative_alpha_loads() -> None:
     made = dsnn.SquareExcitation()  # only α² counts, and training may turn its sign
-    made.load_state_dict({"alpha": torch.tensor(-2.0)})
+    made.load_state_dict({"alpha": torch.tensor([-2.0])})
     x = example("excitation")
     assert torch.equal(made(x), DF.square_excitation(x, torch.tensor(2.0)))
 

@@ -283,3 +283,9 @@ def test_equipped_sites_name_their_words() -> None:
     assert words == {"avgpool": "pooling", "conv1": "square(after='conv1')", **ends}
     assert [site.word for site in ds.sites(model).of("logits")] == [""]
     assert "512×7×7" in str(ds.sites(model))
+
+
+def test_a_branch_that_serves_an_addition_and_a_concatenation_is_one_site() -> None:
+    sites = ds.sites(create("timm/dpn48b"))
+    paths = [site.path for site in sites.of("last_spatial_conv")]
+    assert len(set(paths)) == len(paths) == 16

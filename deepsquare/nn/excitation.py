@@ -33,7 +33,7 @@ class _Alpha(nn.Module):
                 "leave a pretrained network nearly unchanged; from 0 it would never learn."
             )
         self.initial_alpha = alpha
-        self.alpha = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

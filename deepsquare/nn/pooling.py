@@ -74,7 +74,7 @@ class GeM(nn.Module):
         self.p: nn.Parameter | float = p
         if learnable:
             del self.p  # nn.Module keeps parameters apart from plain attributes
-            self.p = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+            self.p = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
             self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -51,7 +51,7 @@ class SquareSoftmin(nn.Module):
         if scale == "none":
             self.register_parameter("root_scale", None)
         else:
-            shape = (num_classes,) if scale == "channel" and num_classes is not None else ()
+            shape = (num_classes,) if scale == "channel" and num_classes is not None else (1,)
             self.root_scale = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -62,7 +62,7 @@ class SquareSoftmin(nn.Module):
 
     @property
     def scale(self) -> Tensor | None:
-        """The scales s, of shape () or (K,), or None."""
+        """The scales s, of shape (1,) or (K,), or None."""
         return None if self.root_scale is None else DF.square(self.root_scale)
 
     def merge_scale(self) -> None:

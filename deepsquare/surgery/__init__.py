@@ -1,9 +1,9 @@
 """Surgery: finding the sites of a CNN, equipping it, taking the equipment off, folding it for the test phase."""
 
-from deepsquare.surgery.finder import KINDS, Kind, Site, Sites
 from deepsquare.surgery.folding import fold
 from deepsquare.surgery.insertion import PREFIX
-from deepsquare.surgery.operation import Equipment, equip, equipment, is_folded, sites, unequip, unwrap
+from deepsquare.surgery.operation import Equipment, check_intact, equip, equipment, is_folded, sites, unequip, unwrap
+from deepsquare.surgery.site import KINDS, Kind, Site, Sites
 from deepsquare.surgery.techniques import TECHNIQUES, Technique, Word, format_spec, parse_spec
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Sites",
     "Technique",
     "Word",
+    "check_intact",
     "equip",
     "equipment",
     "fold",

@@ -1,104 +1,19 @@
-"""Where DeepSquare and its peers can stand in a CNN: the four kinds of site, found in the data flow.
-
-=================== ========================================================================================
-pooling             the global average pooling before the classifier
-logits              after the last fully connected layer
-branch_end          the main branch's output, just before it is added or concatenated to the shortcut
-last_spatial_conv   the input of the main branch's last spatial convolution
-=================== ========================================================================================
-"""
+"""Finding the sites of a CNN in the data flow of its forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
+from deepsquare.surgery.site import Kind, Site, Sites
 from deepsquare.surgery.trace import VIEWS, Call, Graph, Node, trace
 
-Kind = Literal["pooling", "logits", "branch_end", "last_spatial_conv", "named"]
-KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 NO_BLOCKS = "no building block in which a nonlinear main branch with a spatial convolution meets a shortcut"
 AVERAGES = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place for a module.
-
-    Attributes:
-        kind: which of the four kinds, or ``named`` for a module that the spec names.
-        path: the module it is attached to, as in ``model.get_submodule(path)``.
-        position: whether the inserted module acts on that module's input or on its output.
-        shape: the tensor it acts on, without the batch, for the traced input size.
-        channel_dim: where the channels are in that tensor, counted with the batch.
-        block: for the two kinds inside building blocks, the path of the block.
-        relu_first: a functional ReLU stands between that module and the pooling; the inserted module begins with it.
-        keeps_size: the pooling that follows has a fixed window, so the pooled value must fill the map.
-        word: the word of the spec that stands here, ``""`` while the site is free.
-    """
-
-    kind: Kind
-    path: str
-    position: Literal["input", "output"]
-    shape: tuple[int, ...]
-    channel_dim: int = 1
-    block: str = ""
-    relu_first: bool = False
-    keeps_size: bool = False
-    word: str = ""
-
-    @property
-    def channels(self) -> int:
-        """The number of channels (of classes, for ``logits``)."""
-        return self.shape[self.channel_dim - 1]
-
-
-@dataclass(frozen=True)
-class Sites:
-    """The sites of a model.
-
-    Attributes:
-        found: every site, block by block.
-        missing: for each kind that the model does not have, the reason.
-        classifier: the path of the last fully connected layer, or ``""``.
-        dropout: the path of the model's own dropout layer right before it, or ``""``.
-    """
-
-    found: tuple[Site, ...]
-    missing: dict[Kind, str]
-    classifier: str = ""
-    dropout: str = ""
-
-    def of(self, kind: Kind) -> list[Site]:
-        """The sites of one kind."""
-        return [site for site in self.found if site.kind == kind]
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self.found)
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def filled(self, words: dict[Site, str]) -> Sites:
-        """The same sites with the words that now stand at them; named places are added."""
-        places = dict.fromkeys((*self.found, *words))
-        return replace(self, found=tuple(replace(site, word=words.get(site, "")) for site in places))
-
-    def summary(self) -> str:
-        """How many of each kind, in one line."""
-        return ", ".join(f"{len(self.of(kind))} {kind}" for kind in KINDS)
-
-    def __str__(self) -> str:
-        lines = []
-        for site in self.found:
-            size = "×".join(map(str, site.shape))
-            lines.append(f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.word}".rstrip())
-        lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -119,20 +34,21 @@ def find_sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Si
     for kind, place in PLACES.items():
         placed = [place(graph, block) for block in blocks]
         stuck = [result for result in placed if isinstance(result, str)]
-        sites = [site for result in placed if not isinstance(result, str) for site in result]
-        results[kind] = stuck[0] if stuck else sites or NO_BLOCKS
+        # By path: in a dual path network one main branch serves an addition and a concatenation.
+        sites = {site.path: site for result in placed if not isinstance(result, str) for site in result}
+        results[kind] = stuck[0] if stuck else list(sites.values()) or NO_BLOCKS
     found = [site for result in results.values() if not isinstance(result, str) for site in result]
     missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
     return Sites(tuple(found), missing, *_classifier(graph))
 
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
-    """A CNN has spatial convolutions, and more building blocks made of them than attention layers."""
+    """A transformer has more attention layers than convolutional blocks, and one for four convolutions at least."""
     products = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
     fused = [n for n in graph.nodes if "attention" in n.op]
     attention = len({n.call for n in products + fused})
     convs = sum(n.is_spatial_conv for n in graph.nodes)
-    if not convs or attention > len(blocks):
+    if not convs or (attention > len(blocks) and 4 * attention > convs):
         raise ValueError(
             f"{type(model).__name__} is not a CNN: it has {attention} attention layers, {convs} spatial convolutions "
             f"and {len(blocks)} convolutional building blocks. DeepSquare's sites are defined for CNNs only"
@@ -312,7 +228,7 @@ def _last_spatial_convs(graph: Graph, block: _Block) -> list[Site] | str:
     for node in last:
         call = graph.calls[node.call]
         reads = set(_skip_views(graph, node.inputs[0]))
-        if not call.path or graph.times_called[call.module] > 1 or call.input not in reads:
+        if not call.path or graph.times_called[call.module] > 1 or call.input not in {*reads, -1}:  # -1: by keyword
             return (
                 f"the last spatial convolution of block {_block_path(graph, block) or '(the model itself)'} is not a "
                 "module that is used once; make it an nn.Conv2d of its own"

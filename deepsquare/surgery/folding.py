@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from deepsquare.nn import SquareSoftmin
 from deepsquare.surgery.finder import AVERAGES
 from deepsquare.surgery.insertion import SITE, base_class
-from deepsquare.surgery.operation import FOLDED, is_folded
+from deepsquare.surgery.operation import FOLDED, check_intact, is_folded, unwrap
 from deepsquare.surgery.trace import VIEWS, Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -28,6 +29,8 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     √s of Square-Softmin is merged into the last fully connected layer (the paper's own remark under Eq. 24), batch
     normalisation into the convolution before it. The model itself is left as it is.
     """
+    model = unwrap(model)  # type: ignore[assignment]
+    check_intact(model)
     if model.training:
         raise ValueError("fold makes the test-phase form of a model; call fold(model.eval())")
     if is_folded(model):
@@ -35,13 +38,13 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     folded = copy.deepcopy(model)
     graph = trace(folded, input_shape)
     with torch.no_grad():
-        _merge_scale(graph)
+        _merge_scale(folded, graph)
         _merge_batch_norms(folded, graph)
     setattr(folded, FOLDED, True)
     return folded
 
 
-def _merge_scale(graph: Graph) -> None:
+def _merge_scale(model: nn.Module, graph: Graph) -> None:
     """-s·x² = -(√s·x)², so √s goes into the layer that makes x, if nothing but homogeneous operations lie between."""
     for call in graph.calls:
         softmin = call.module
@@ -50,7 +53,7 @@ def _merge_scale(graph: Graph) -> None:
         made = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
         layer = graph.calls[graph.nodes[made].call].module
         # The exact classes: in others (cosine classifiers, parametrised ones) the weight is not all there is.
-        if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or graph.times_called[layer] > 1:
+        if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or not _alone(model, graph, layer):
             continue
         if any(n.op not in HOMOGENEOUS for n in graph.between(made, call.input)):
             continue
@@ -60,6 +63,14 @@ def _merge_scale(graph: Graph) -> None:
         if layer.bias is not None:
             layer.bias.mul_(root)
         softmin.merge_scale()
+
+
+def _alone(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
+    """Whether the module runs once, shares no parameter with another and has no hook: it can be changed by itself."""
+    owners: Counter[nn.Parameter] = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    shares = any(owners[parameter] > 1 for parameter in module.parameters())
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return graph.times_called[module] == 1 and not shares and not hooked
 
 
 class FoldedNorm(nn.Module):
@@ -81,8 +92,9 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
     made_by = {call.output: call for call in convolutions if graph.nodes[call.output].is_conv}
     for call in graph.calls:
         norm, before = call.module, made_by.get(call.input)
-        once = before is not None and graph.times_called[before.module] == 1 == graph.times_called[norm]
-        if before is None or not once or graph.readers(call.input) > 1 or not isinstance(norm, BATCH_NORMS):
+        if before is None or graph.readers(call.input) > 1 or not isinstance(norm, BATCH_NORMS):
+            continue
+        if not _alone(model, graph, before.module) or not _alone(model, graph, norm):
             continue
         if norm.running_mean is None or norm.running_var is None:
             continue

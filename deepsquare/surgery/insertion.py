@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from deepsquare.surgery.finder import Site
+from deepsquare.surgery.site import Site
 
 PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
@@ -39,14 +39,18 @@ class Equipped(nn.Module):
     deepsquare_base: type[nn.Module]
     deepsquare_inserted: dict[str, str]  # name of the child → its position, in the order of insertion
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the base class computes, with the inserted modules before and after it."""
+        if args:
+            args = (self._run_all("input", args[0]), *args[1:])
+        else:  # called by keyword: conv(input=x)
+            first = next(iter(kwargs))
+            kwargs = {**kwargs, first: self._run_all("input", kwargs[first])}
+        return self._run_all("output", super().forward(*args, **kwargs))
+
+    def _run_all(self, at: str, x: Tensor) -> Tensor:
         for name, position in self.deepsquare_inserted.items():
-            if position == "input":
-                x = _run(getattr(self, name), x)
-        x = super().forward(x, *args, **kwargs)
-        for name, position in self.deepsquare_inserted.items():
-            if position == "output":
+            if position == at:
                 x = _run(getattr(self, name), x)
         return x
 

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel
 
-from deepsquare.surgery.finder import CONTAINERS, Site, Sites, find_sites
-from deepsquare.surgery.insertion import insert, remove_inserted
+from deepsquare.surgery.finder import CONTAINERS, find_sites
+from deepsquare.surgery.insertion import PREFIX, Equipped, insert, remove_inserted
+from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.techniques import Word, format_spec, parse_spec
+from deepsquare.surgery.trace import example_shape
 
 FOLDED = "deepsquare_folded"
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
@@ -28,13 +29,15 @@ class Equipment:
         spec: the spec in its canonical spelling.
         dropout: the ratio before the last fully connected layer, or ``None`` when it was left as it is.
         sites: all sites of the base model, with the word that stands at each.
-        revived: normalisation layers whose γ was set from 0 to 1.
+        input_shape: shape of one input that the sites were found with.
+        revived: the factors (γ of a normalisation) that were set from 0 to 1.
         base_dropout: path and ratio of the base model's own dropout layer where ``dropout`` replaced it.
     """
 
     spec: str
     dropout: float | None
     sites: Sites
+    input_shape: tuple[int, ...]
     revived: tuple[str, ...] = ()
     base_dropout: tuple[str, float] | None = None
 
@@ -55,14 +58,21 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     _refuse_wrapped_and_folded(model)
     present = equipment(model)
     if present is not None:
-        if (present.spec, present.dropout) == (format_spec(words), dropout):
+        check_intact(model)
+        if (set(parse_spec(present.spec)), present.dropout) == (set(words), dropout):
             return model
         raise ValueError(
             f"{type(model).__name__} is already equipped with {present.spec!r} (dropout={present.dropout}), so it "
             f"cannot take {format_spec(words)!r} (dropout={dropout}); call unequip(model) first"
         )
+    inner = [path for path, module in model.named_modules() if isinstance(module, Equipped)]
+    if inner:
+        raise ValueError(
+            f"{type(model).__name__} has an equipped model inside ({inner[0]}, …); equip or unequip that one"
+        )
     if not words and dropout is None:
         return model
+    input_shape = tuple(input_shape) if input_shape is not None else example_shape(model)
     sites = find_sites(model, input_shape)
     placed: dict[Site, Word] = {}
     for word in words:
@@ -73,17 +83,31 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
                 )
             placed[site] = word
     inserted = {site: word.build(site) for site, word in placed.items()}
-    if any(word.technique.dies_at_zero for word in words):
+    dies_at_zero = any(word.technique.dies_at_zero for word in words)
+    if dies_at_zero:
         _refuse_zero_convolutions(model, sites)
     if dropout is not None:
         _check_dropout(model, sites, dropout)
-    # Everything that can fail has been tried by now: from here on the model changes.
-    for site, module in inserted.items():
-        insert(model, site, placed[site].name, module)
-    base_dropout = _set_dropout(model, sites, dropout) if dropout is not None else None
-    revived = _revive(model, sites) if any(word.technique.dies_at_zero for word in words) else ()
-    filled = sites.filled({site: str(word) for site, word in placed.items()})
-    model.deepsquare_equipment = Equipment(format_spec(words), dropout, filled, revived, base_dropout)  # type: ignore[assignment]
+    # What can fail has been tried by now: from here on the model changes.
+    try:
+        for site, module in inserted.items():
+            insert(model, site, placed[site].name, module)
+        base_dropout = _set_dropout(model, sites, dropout) if dropout is not None else None
+        revived = _revive(model, sites) if dies_at_zero else ()
+        filled = sites.filled({site: str(word) for site, word in placed.items()})
+        record = Equipment(format_spec(words), dropout, filled, input_shape, revived, base_dropout)
+        model.deepsquare_equipment = record  # type: ignore[assignment]
+    except BaseException:  # a model that takes no new attributes, say
+        remove_inserted(model)
+        raise
+    if revived:
+        warnings.warn(
+            f"{len(revived)} layers at the end of a block started at γ = 0 ({revived[0]}, …), which the excitation "
+            "would keep at zero for ever; they now start at γ = 1. Build the model without zero initialisation of the "
+            "residual branch (zero_init_residual=False, zero_init_last=False), where it can be, to do without this "
+            "message",
+            stacklevel=2,
+        )
     return model
 
 
@@ -97,10 +121,10 @@ def unequip(model: Model) -> Model:
     if present.base_dropout is not None:
         path, ratio = present.base_dropout
         _dropout_layer(model, path).p = ratio
-    for path in present.revived:
-        gamma = model.get_submodule(path).weight
-        if isinstance(gamma, Tensor) and bool((gamma == 1).all()):  # not trained since: as it was
-            nn.init.zeros_(gamma)
+    for name in present.revived:
+        factor = model.get_parameter(name)
+        if bool((factor == 1).all()):  # not trained since: as it was
+            nn.init.zeros_(factor)
     del model.deepsquare_equipment
     return model
 
@@ -125,20 +149,38 @@ def _refuse_wrapped_and_folded(model: nn.Module) -> None:
 
 def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
     """What stands where: every site of ``model``, with the word that fills it once the model is equipped."""
+    check_intact(model)
     present = equipment(model)
     return present.sites if present is not None else find_sites(unwrap(model), input_shape)
 
 
+def check_intact(model: nn.Module) -> None:
+    """Refuse a model in which a module was replaced after ``equip``, and took along what stood at it."""
+    present = equipment(model)
+    if present is None:
+        return
+    expected = {f"{site.path}.{PREFIX}{site.word.split('(')[0]}": site.word for site in present.sites if site.word}
+    if present.dropout is not None and present.base_dropout is None:
+        expected[f"{present.sites.classifier}.{PREFIX}dropout"] = "dropout"
+    names = dict(unwrap(model).named_modules())
+    for path, word in expected.items():
+        if path not in names:
+            raise ValueError(
+                f"{path.rpartition('.')[0]} has lost its {word}: the module was replaced after equip. Change the model "
+                "first and equip it then"
+            )
+
+
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, out of ``DistributedDataParallel``, ``AveragedModel`` or ``torch.compile``'s wrapper."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
-    while True:
-        if isinstance(model, wrappers):
-            model = model.module
-        elif "_orig_mod" in model._modules:  # torch.compile's; importing its class would load the whole compiler
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
+    """The model itself, out of ``DistributedDataParallel``, ``AveragedModel``, timm's EMA or a compiled model.
+
+    They have one child, named ``module`` or ``_orig_mod``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (nn.Module), got {model!r}")
+    while list(model._modules) in (["module"], ["_orig_mod"]):
+        (model,) = model.children()
+    return model
 
 
 def _places(model: nn.Module, word: Word, sites: Sites) -> list[Site]:
@@ -207,7 +249,7 @@ def _all_zero(parameter: object) -> bool:
 
 
 def _revive(model: nn.Module, sites: Sites) -> tuple[str, ...]:
-    """Set γ to 1 in the normalisation layers of the blocks that give nothing but zeros.
+    """Set to 1 the factors of the blocks' layers that give nothing but zeros; their names.
 
     NOTE not in paper: a branch that starts at F = 0 has G = 0 and s = 0, and d(s·F)/dF = 0: neither γ nor α would ever
     get a gradient. Initialising the last γ of a block at zero and Square-Excitation exclude each other. A trained γ of
@@ -216,17 +258,12 @@ def _revive(model: nn.Module, sites: Sites) -> tuple[str, ...]:
     revived: list[str] = []
     for path in dict.fromkeys(site.block or site.path for site in sites.of("branch_end")):
         for name, module in model.get_submodule(path).named_modules(prefix=path):
-            if isinstance(module, NORMS) and _all_zero(module.weight) and _all_zero(module.bias):
-                nn.init.ones_(module.weight)
-                revived.append(name)
-    if revived:
-        warnings.warn(
-            f"{len(revived)} normalisation layers at the end of a block started at γ = 0 ({revived[0]}, …), which the "
-            "excitation would keep at zero for ever; they now start at γ = 1. Build the model without zero "
-            "initialisation of the residual branch (zero_init_residual=False, zero_init_last=False) to do without "
-            "this message",
-            stacklevel=3,
-        )
+            # γ of a normalisation, or the gain of timm's scaled convolutions
+            factor = "weight" if isinstance(module, NORMS) else "gain"
+            values, bias = getattr(module, factor, None), getattr(module, "bias", None)
+            if isinstance(values, nn.Parameter) and _all_zero(values) and (bias is None or _all_zero(bias)):
+                nn.init.ones_(values)
+                revived.append(f"{name}.{factor}")
     return tuple(revived)
 
 

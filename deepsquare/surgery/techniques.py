@@ -25,7 +25,7 @@ from deepsquare.nn import (
     SquarePooling,
     SquareSoftmin,
 )
-from deepsquare.surgery.finder import Kind, Site
+from deepsquare.surgery.site import Kind, Site
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ model that can run, whatever its classes are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,7 +76,6 @@ class Call:
     module: nn.Module
     path: str
     parent: int
-    depth: int
     input: int = -1
     output: int = -1
 
@@ -130,10 +131,12 @@ def bits(mask: int) -> Iterator[int]:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes a :class:`Graph` while a model runs under it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, original: dict[nn.Module, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.original = original  # the module that each module of ``model`` is a copy of
         self.graph = Graph()
         self.paths = {module: path for path, module in model.named_modules()}
+        self.thread = threading.get_ident()
         self.stack: list[int] = []
         self.node_of: dict[int, int] = {}
         self.learned = {id(parameter) for parameter in model.parameters()}
@@ -195,19 +198,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {"channel_dim": channel_dim}
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self.thread:  # the hooks are global: another thread may run a model of its own
+            return
         parent = self.stack[-1] if self.stack else -1
         index = len(self.graph.calls)
-        path = self.paths.get(module, "")
-        self.graph.calls.append(Call(index, module, path, parent, len(self.stack), self.find(args)))
+        path, module = self.paths.get(module, ""), self.original.get(module, module)
+        self.graph.calls.append(Call(index, module, path, parent, self.find(args)))
         self.graph.times_called[module] = self.graph.times_called.get(module, 0) + 1
         self.stack.append(index)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
         self.graph.calls[self.stack.pop()].output = self.find(output)
 
 
 def example_shape(model: nn.Module) -> tuple[int, ...]:
-    """A shape that the model should accept, without the batch: timm's own word, or what the first convolution takes."""
+    """A shape that the model should accept, without the batch.
+
+    The one it was equipped with, what timm says, or what fits the first convolution.
+    """
+    known: tuple[int, ...] | None = getattr(getattr(model, "deepsquare_equipment", None), "input_shape", None)
+    if known:
+        return known
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("input_size"):
         return tuple(config["input_size"])
@@ -224,16 +237,16 @@ def example_shape(model: nn.Module) -> tuple[int, ...]:
     )
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while, each module's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of the model's modules around other tensors: what a forward pass leaves in them is no one's concern."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    if any(isinstance(value, (UninitializedParameter, UninitializedBuffer)) for value in tensors):
+        raise ValueError(f"{type(model).__name__} has lazy modules; run it once, so that they get their shapes")
     try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        return copy.deepcopy(model, {id(value): tensor(value) for value in tensors})
+    except Exception as error:
+        raise ValueError(f"{type(model).__name__} cannot be copied, so it cannot be looked at: {error}") from error
 
 
 def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
@@ -245,9 +258,11 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
     """
     shape = tuple(input_shape) if input_shape is not None else example_shape(model)
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    recorder = _Recorder(model)
+    # Parameters are only read; a buffer may be written to.
+    twin = copy_around(model, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone()).eval()
+    recorder = _Recorder(twin, dict(zip(twin.modules(), model.modules(), strict=True)))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _evaluating(model), torch.no_grad(), fake:
+    with torch.inference_mode(False), torch.no_grad(), fake:
         batch = torch.empty((2, *shape), device=anchor.device, dtype=anchor.dtype)
         recorder.add_node("input", (), (batch,), channel_dim=1)
         hooks = [
@@ -256,10 +271,11 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
         ]
         try:
             with recorder:
-                model(batch)
+                twin(batch)
         except Exception as error:
+            reason = str(error).rstrip(".")
             raise ValueError(
-                f"{type(model).__name__} could not be run on an input of shape {(2, *shape)}: {error}. "
+                f"{type(model).__name__} could not be run on an input of shape {(2, *shape)}: {reason}. "
                 "Give the shape of one input without the batch as input_shape=(channels, height, width)"
             ) from error
         finally:

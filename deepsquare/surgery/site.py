@@ -1,0 +1,100 @@
+"""Where DeepSquare and its peers can stand in a CNN: the four kinds of site.
+
+=================== ========================================================================================
+pooling             the global average pooling before the classifier
+logits              after the last fully connected layer
+branch_end          the main branch's output, just before it is added or concatenated to the shortcut
+last_spatial_conv   the input of the main branch's last spatial convolution
+=================== ========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Kind = Literal["pooling", "logits", "branch_end", "last_spatial_conv", "named"]
+KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place for a module.
+
+    Attributes:
+        kind: which of the four kinds, or ``named`` for a module that the spec names.
+        path: the module it is attached to, as in ``model.get_submodule(path)``.
+        position: whether the inserted module acts on that module's input or on its output.
+        shape: the tensor it acts on, without the batch, for the traced input size.
+        channel_dim: where the channels are in that tensor, counted with the batch.
+        block: for the two kinds inside building blocks, the path of the block.
+        relu_first: a functional ReLU stands between that module and the pooling; the inserted module begins with it.
+        keeps_size: the pooling that follows has a fixed window, so the pooled value must fill the map.
+        word: the word of the spec that stands here, ``""`` while the site is free.
+    """
+
+    kind: Kind
+    path: str
+    position: Literal["input", "output"]
+    shape: tuple[int, ...]
+    channel_dim: int = 1
+    block: str = ""
+    relu_first: bool = False
+    keeps_size: bool = False
+    word: str = ""
+
+    @property
+    def pools_early(self) -> bool:
+        """Whether the map is pooled where it is made, as what pools it is no module."""
+        return self.kind == "pooling" and self.position == "output"
+
+    @property
+    def channels(self) -> int:
+        """The number of channels (of classes, for ``logits``)."""
+        return self.shape[self.channel_dim - 1]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of a model.
+
+    Attributes:
+        found: every site, block by block.
+        missing: for each kind that the model does not have, the reason.
+        classifier: the path of the last fully connected layer, or ``""``.
+        dropout: the path of the model's own dropout layer right before it, or ``""``.
+    """
+
+    found: tuple[Site, ...]
+    missing: dict[Kind, str]
+    classifier: str = ""
+    dropout: str = ""
+
+    def of(self, kind: Kind) -> list[Site]:
+        """The sites of one kind."""
+        return [site for site in self.found if site.kind == kind]
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def filled(self, words: dict[Site, str]) -> Sites:
+        """The same sites with the words that now stand at them; named places are added."""
+        places = dict.fromkeys((*self.found, *words))
+        return replace(self, found=tuple(replace(site, word=words.get(site, "")) for site in places))
+
+    def summary(self) -> str:
+        """How many of each kind, in one line."""
+        return ", ".join(f"{len(self.of(kind))} {kind}" for kind in KINDS)
+
+    def __str__(self) -> str:
+        lines = []
+        for site in self.found:
+            size = "×".join(map(str, site.shape))
+            line = f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.word}".rstrip()
+            lines.append(line + ("  (pools here already: the pooling itself is no module)" if site.pools_early else ""))
+        lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
+        return "\n".join(lines)

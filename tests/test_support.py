@@ -1,0 +1,87 @@
+"""The support matrix: its rows are complete, its page is made of them, and small models confirm them here and now."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("support_matrix", ROOT / "docs" / "support_matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows(script: ModuleType) -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = {}
+    for row in script.read_rows():
+        table.setdefault(row["model"], {})[row["word"]] = row
+    return table
+
+
+def sound(words: dict[str, Any]) -> bool:
+    return not any(row["outcome"].startswith("fails") for row in words.values())
+
+
+def test_every_cnn_of_torchvision_takes_every_word_it_has_a_site_for(script: ModuleType, rows: dict[str, Any]) -> None:
+    for _, name in script.torchvision_models():
+        assert set(rows[name]) == set(script.WORDS), name
+        assert sound(rows[name]), name
+
+
+def test_nine_in_ten_of_timms_families_do(script: ModuleType, rows: dict[str, Any]) -> None:
+    models = {name: words for name, words in rows.items() if name.startswith("timm/")}
+    modules = {words["pooling"]["family"].split("/")[0] for words in models.values()}
+    timm = pytest.importorskip("timm")
+    assert modules == set(timm.list_modules()) - script.OTHER_NETWORKS - {"timm_models"}
+    assert all(set(words) == set(script.WORDS) for words in models.values())
+    assert sum(map(sound, models.values())) >= 0.9 * len(models)
+
+
+def test_the_page_is_made_of_the_rows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "PAGE", tmp_path / "support.md")
+    monkeypatch.setattr(script, "ROWS", tmp_path / "support.jsonl")
+    (tmp_path / "support.jsonl").write_text((ROOT / "results" / "support.jsonl").read_text() + '{"cut": ')
+    script.render()
+    assert (tmp_path / "support.md").read_text() == (ROOT / "docs" / "support.md").read_text()
+
+
+SMALL = [
+    "torchvision/mnasnet0_5",
+    "torchvision/mobilenet_v3_small",
+    "torchvision/shufflenet_v2_x0_5",
+    "torchvision/squeezenet1_1",
+    "timm/ghostnet_050",
+    "timm/hgnetv2_b0",
+    "timm/regnetx_002",
+    "timm/test_byobnet",
+    "timm/test_convnext",
+    "timm/test_mambaout",
+    "timm/test_nfnet",
+    "timm/test_resnet",
+]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models(script: ModuleType, rows: dict[str, Any], name: str) -> None:
+    threads = torch.get_num_threads()
+    found = script.rows_of("", name, script.WORDS)
+    torch.set_num_threads(threads)
+    assert [row["outcome"] for row in found if row["outcome"].startswith("fails")] == []
+    outcomes = {row["word"]: (row["outcome"], row["sites"]) for row in found}
+    assert outcomes["softmin"] == ("works", 1)
+    if name in rows:
+        assert outcomes == {word: (row["outcome"], row["sites"]) for word, row in rows[name].items()}
+    json.dumps(found)
