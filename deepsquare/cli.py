@@ -19,7 +19,6 @@ from torch import nn
 from deepsquare.cost import Cost, cost
 from deepsquare.models import create_model
 from deepsquare.surgery import KINDS, Sites, equip, sites
-from deepsquare.surgery.trace import example_shape
 
 app = tyro.extras.SubcommandApp()
 
@@ -46,7 +45,7 @@ def info(
     """
     arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     base = create_model(model, **arguments)
-    shape = input_shape or example_shape(base)
+    shape = sites(base, input_shape).input_shape
     base_cost = cost(base, shape)
     equipped = equip(base, spec, input_shape=shape)
     equipped_cost = cost(equipped, shape)

@@ -222,10 +222,12 @@ HEADER = """# Support matrix
 
 Made by `make support` (`docs/support_matrix.py`) with torch {torch}, torchvision {torchvision}, timm {timm}: every CNN
 classifier of torchvision, and the smallest model of each CNN family of timm. A number says that the word works, and at
-how many sites: `equip`, one training step with finite gradients everywhere and nonzero ones for every new parameter,
-`unequip` back to bit-identical outputs. **–** : the architecture has no such site (no global average pooling before the
-classifier; no building block in which a nonlinear main branch with a spatial convolution meets a shortcut).
-`deepsquare info MODEL` gives the reason. Transformers are refused.
+how many sites: `equip`, a training step with finite gradients everywhere and nonzero ones for every new parameter (the
+second step, where the base model starts its branches at zero), `unequip` back to bit-identical outputs. **–** : the
+architecture has no such site (no global average pooling before the classifier; no building block in which a nonlinear
+main branch with a spatial convolution meets a shortcut); `deepsquare info MODEL` gives the reason. A family of timm is
+one of its modules and the first letters of a name. Transformers, hybrids with attention and MLPs are left out: where
+they are no CNN, `equip` refuses them.
 """
 
 

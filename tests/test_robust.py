@@ -59,6 +59,22 @@ def test_looking_at_a_model_leaves_nothing_in_it(look: Any) -> None:
     assert type(net(torch.randn(2, 3, 16, 16))) is Tensor
 
 
+def test_networks_for_small_images_are_looked_at_in_their_own_size(capfd: pytest.CaptureFixture[str]) -> None:
+    class Small(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            maps = nn.functional.avg_pool2d(self.block(self.stem(x)), 32)
+            return self.fc(maps.view(maps.shape[0], -1))  # type: ignore[no-any-return]
+
+    net, x = Small().eval(), torch.randn(2, 3, 32, 32)
+    assert ds.sites(net).input_shape == (3, 32, 32)
+    ds.equip(net, "pooling+excitation")
+    maps = net.block(net.stem(x))
+    assert maps.std((2, 3)).max() == 0  # pooled already, and spread over the map for the pooling of fixed size
+    assert ds.cost(net).parameters == sum(p.numel() for p in Small().parameters()) + 1
+    torch.testing.assert_close(ds.fold(net)(x), net(x))
+    assert capfd.readouterr().err == ""
+
+
 def test_lazy_modules_are_refused_unharmed() -> None:
     net = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(2))
     with pytest.raises(ValueError, match="lazy modules; run it once"):

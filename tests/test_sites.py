@@ -176,7 +176,7 @@ def test_a_fixed_pooling_window_keeps_the_size(block: type[Block]) -> None:
 
 def test_an_input_that_the_model_cannot_take_is_explained() -> None:
     with pytest.raises(ValueError, match=r"CifarResNet could not be run .*\(2, 3, 224, 224\).*input_shape=\(channels"):
-        ds.sites(create("cifar"))
+        ds.sites(create("cifar"), (3, 224, 224))
     with pytest.raises(ValueError, match=r"MLP has no convolution"):
         ds.sites(type("MLP", (nn.Linear,), {})(3, 4))
 

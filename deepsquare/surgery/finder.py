@@ -39,7 +39,7 @@ def find_sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Si
         results[kind] = stuck[0] if stuck else list(sites.values()) or NO_BLOCKS
     found = [site for result in results.values() if not isinstance(result, str) for site in result]
     missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
-    return Sites(tuple(found), missing, *_classifier(graph))
+    return Sites(tuple(found), missing, graph.input_shape, *_classifier(graph))
 
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:

@@ -14,7 +14,6 @@ from deepsquare.surgery.finder import CONTAINERS, find_sites
 from deepsquare.surgery.insertion import PREFIX, Equipped, insert, remove_inserted
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.techniques import Word, format_spec, parse_spec
-from deepsquare.surgery.trace import example_shape
 
 FOLDED = "deepsquare_folded"
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
@@ -29,7 +28,6 @@ class Equipment:
         spec: the spec in its canonical spelling.
         dropout: the ratio before the last fully connected layer, or ``None`` when it was left as it is.
         sites: all sites of the base model, with the word that stands at each.
-        input_shape: shape of one input that the sites were found with.
         revived: the factors (γ of a normalisation) that were set from 0 to 1.
         base_dropout: path and ratio of the base model's own dropout layer where ``dropout`` replaced it.
     """
@@ -37,7 +35,6 @@ class Equipment:
     spec: str
     dropout: float | None
     sites: Sites
-    input_shape: tuple[int, ...]
     revived: tuple[str, ...] = ()
     base_dropout: tuple[str, float] | None = None
 
@@ -72,7 +69,6 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         )
     if not words and dropout is None:
         return model
-    input_shape = tuple(input_shape) if input_shape is not None else example_shape(model)
     sites = find_sites(model, input_shape)
     placed: dict[Site, Word] = {}
     for word in words:
@@ -95,7 +91,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         base_dropout = _set_dropout(model, sites, dropout) if dropout is not None else None
         revived = _revive(model, sites) if dies_at_zero else ()
         filled = sites.filled({site: str(word) for site, word in placed.items()})
-        record = Equipment(format_spec(words), dropout, filled, input_shape, revived, base_dropout)
+        record = Equipment(format_spec(words), dropout, filled, revived, base_dropout)
         model.deepsquare_equipment = record  # type: ignore[assignment]
     except BaseException:  # a model that takes no new attributes, say
         remove_inserted(model)

@@ -62,12 +62,14 @@ class Sites:
     Attributes:
         found: every site, block by block.
         missing: for each kind that the model does not have, the reason.
+        input_shape: shape of one input, without the batch, that they were found with.
         classifier: the path of the last fully connected layer, or ``""``.
         dropout: the path of the model's own dropout layer right before it, or ``""``.
     """
 
     found: tuple[Site, ...]
     missing: dict[Kind, str]
+    input_shape: tuple[int, ...]
     classifier: str = ""
     dropout: str = ""
 

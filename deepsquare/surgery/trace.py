@@ -9,8 +9,10 @@ model that can run, whatever its classes are called.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +91,7 @@ class Graph:
     ancestors: list[int] = field(default_factory=list)  # bit i of ancestors[n]: node n depends on node i
     times_called: dict[nn.Module, int] = field(default_factory=dict)
     output: int = -1
+    input_shape: tuple[int, ...] = ()
 
     def depends(self, node: int, on: int) -> bool:
         """Whether ``node`` was computed from ``on``."""
@@ -218,9 +221,9 @@ def example_shape(model: nn.Module) -> tuple[int, ...]:
 
     The one it was equipped with, what timm says, or what fits the first convolution.
     """
-    known: tuple[int, ...] | None = getattr(getattr(model, "deepsquare_equipment", None), "input_shape", None)
-    if known:
-        return known
+    present = getattr(model, "deepsquare_equipment", None)
+    if present is not None:
+        return tuple(present.sites.input_shape)
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("input_size"):
         return tuple(config["input_size"])
@@ -256,7 +259,18 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
         model: any module that takes one tensor.
         input_shape: shape of one input without the batch, ``(C, H, W)``; guessed when not given.
     """
-    shape = tuple(input_shape) if input_shape is not None else example_shape(model)
+    if input_shape is not None:
+        return _trace(model, tuple(input_shape))
+    shape = example_shape(model)
+    try:
+        return _trace(model, shape)
+    except ValueError:
+        with suppress(ValueError):  # networks for CIFAR often end in a pooling of fixed size
+            return _trace(model, (shape[0], *[32] * (len(shape) - 1)))
+        raise
+
+
+def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # Parameters are only read; a buffer may be written to.
     twin = copy_around(model, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone()).eval()
@@ -269,6 +283,8 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
             register_module_forward_pre_hook(recorder.enter),
             register_module_forward_hook(recorder.leave),
         ]
+        noise = logging.getLogger("torch._subclasses.fake_tensor")
+        noise.disabled = True  # it prints the traceback of a failure, which is reported below
         try:
             with recorder:
                 twin(batch)
@@ -279,8 +295,10 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
                 "Give the shape of one input without the batch as input_shape=(channels, height, width)"
             ) from error
         finally:
+            noise.disabled = False
             for hook in hooks:
                 hook.remove()
+    recorder.graph.input_shape = shape
     recorder.graph.output = recorder.graph.calls[0].output
     if recorder.graph.output < 0:
         raise ValueError(f"{type(model).__name__} returned no tensor that was computed from its input")
