@@ -16,11 +16,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from deepsquare._files import replacing
 from deepsquare.models import WEIGHT_ARGUMENTS, Origin, create_model
-from deepsquare.surgery import PREFIX, check_intact, equipment, fold, is_folded, unwrap
+from deepsquare.surgery import PREFIX, check_intact, equipment, fold, is_folded, refuse_inner, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -42,6 +42,7 @@ def save(model: nn.Module, path: PathLike) -> None:
     """
     model = unwrap(model)
     present = equipment(model)
+    refuse_inner(model)
     check_intact(model)
     origin: Origin | None = getattr(model, "deepsquare_origin", None)
     header = {
@@ -92,10 +93,11 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
         model = create_model(header["name"], chosen, dropout=header["dropout"], **arguments)
     if header["folded"]:
         model = fold(model.eval())
-    types = {key: value.dtype for key, value in load_file(path).items()}
+    tensors = load_file(path)
     for key, value in (*model.named_parameters(), *model.named_buffers()):
-        value.data = value.data.to(types.get(key, value.dtype))
-    load_weights(model, path)
+        if key in tensors:
+            value.data = value.data.to(tensors[key].dtype)
+    _fill(model, tensors, path, header)
     return model
 
 
@@ -104,9 +106,12 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
 
     New keys may only be DeepSquare's own (the file holds the base model); anything else that does not fit is an error.
     """
-    read_header(path)
-    tensors = load_file(path)
-    model = unwrap(model)
+    header = read_header(path)
+    return _fill(unwrap(model), load_file(path), path, header)
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: dict[str, Any]) -> list[str]:
+    """Put ``tensors`` into ``model``, all or none; the keys that are new in the model."""
     expected = model.state_dict()
     new = [key for key in expected if key not in tensors and PREFIX in key]
     problems = [f"{key} is missing" for key in expected if key not in tensors and PREFIX not in key]
@@ -119,8 +124,8 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     if problems:
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise ValueError(
-            f"{path} does not fit {_describe(model)}: {shown}. {_holds(path)}. If that model was changed after it was "
-            "created, build it again and use deepsquare.load_weights"
+            f"{path} does not fit {_describe(model)}: {shown}. {_holds(header)}. If that model was changed after it "
+            "was created, build it again and use deepsquare.load_weights"
         )
     before = copy.deepcopy(expected)
     state = OrderedDict(tensors)
@@ -177,8 +182,7 @@ def _describe(model: nn.Module) -> str:
     return type(model).__name__ + (f" equipped with {present.spec!r}" if present else "")
 
 
-def _holds(path: PathLike) -> str:
-    header = read_header(path)
+def _holds(header: dict[str, Any]) -> str:
     if not header:
         return "The file does not say which model it holds"
     name = header["name"] or "a model of your own"

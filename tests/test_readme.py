@@ -1,5 +1,6 @@
 """README tells the truth: its code runs, and its numbers are what the library counts."""
 
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +17,20 @@ def test_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     assert "branch_end" in capsys.readouterr().out
+
+
+def test_counts_of_figure_2() -> None:
+    rows = json.loads((Path(__file__).parent.parent / "results" / "fig2.json").read_text())["rows"]
+
+    def networks(case: str, pieces: int = 0) -> str:
+        counts = [row["components"] for row in rows if row["case"] == case]
+        return f"{sum(n for c in counts for pair, n in c.items() if int(pair.split()[-1]) >= pieces):,}"
+
+    assert f"in all {networks('EleSquare, (17) and (18), full rank', 2)} random networks" in README
+    assert networks("EleSquare, (17) and (18), full rank") == networks("EleSquare, (17) and (18), full rank", 2)
+    assert f"in none of {networks('ReLU, full rank')} ReLU networks" in README
+    assert networks("ReLU, full rank", 2) == "0"
+    assert f"{networks('ReLU, rank 1', 2)} of {networks('ReLU, rank 1')}" in README
 
 
 @pytest.fixture(scope="module")

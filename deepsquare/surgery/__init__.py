@@ -2,7 +2,17 @@
 
 from deepsquare.surgery.folding import fold
 from deepsquare.surgery.insertion import PREFIX
-from deepsquare.surgery.operation import Equipment, check_intact, equip, equipment, is_folded, sites, unequip, unwrap
+from deepsquare.surgery.operation import (
+    Equipment,
+    check_intact,
+    equip,
+    equipment,
+    is_folded,
+    refuse_inner,
+    sites,
+    unequip,
+    unwrap,
+)
 from deepsquare.surgery.site import KINDS, Kind, Site, Sites
 from deepsquare.surgery.techniques import TECHNIQUES, Technique, Word, format_spec, parse_spec
 
@@ -23,6 +33,7 @@ __all__ = [
     "format_spec",
     "is_folded",
     "parse_spec",
+    "refuse_inner",
     "sites",
     "unequip",
     "unwrap",

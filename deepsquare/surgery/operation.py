@@ -62,11 +62,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
             f"{type(model).__name__} is already equipped with {present.spec!r} (dropout={present.dropout}), so it "
             f"cannot take {format_spec(words)!r} (dropout={dropout}); call unequip(model) first"
         )
-    inner = [path for path, module in model.named_modules() if isinstance(module, Equipped)]
-    if inner:
-        raise ValueError(
-            f"{type(model).__name__} has an equipped model inside ({inner[0]}, …); equip or unequip that one"
-        )
+    refuse_inner(model)
     if not words and dropout is None:
         return model
     sites = find_sites(model, input_shape)
@@ -145,9 +141,19 @@ def _refuse_wrapped_and_folded(model: nn.Module) -> None:
 
 def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
     """What stands where: every site of ``model``, with the word that fills it once the model is equipped."""
+    refuse_inner(model)
     check_intact(model)
     present = equipment(model)
     return present.sites if present is not None else find_sites(unwrap(model), input_shape)
+
+
+def refuse_inner(model: nn.Module) -> None:
+    """Refuse a model that only has an equipped one inside: what stands there is known to the inner one alone."""
+    model = unwrap(model)
+    if equipment(model) is None:
+        inner = next((path for path, module in model.named_modules() if isinstance(module, Equipped)), None)
+        if inner is not None:
+            raise ValueError(f"{type(model).__name__} has an equipped model inside ({inner}, …); use that one instead")
 
 
 def check_intact(model: nn.Module) -> None:

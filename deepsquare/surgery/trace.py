@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-VIEWS = {
+VIEWS = {  # operations that hand values on as they are, moved, cut or padded
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze", "flatten", "slice",
     "select", "expand", "alias", "clone", "detach", "contiguous", "_to_copy", "split", "split_with_sizes",
     "constant_pad_nd", "native_dropout", "unbind", "lift_fresh", "view_as",
