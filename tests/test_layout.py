@@ -23,6 +23,9 @@ ORDER = (
     "checkpoint",
     "timm_models",
     "cost",
+    "data",
+    "training",
+    "results",
     "experiments",
     "cli",
 )  # fmt: skip

@@ -9,14 +9,9 @@ where ReLU can make two pieces (h₂ = −h₁ gives D = |h₁| − 1) and EleSq
 """
 
 import json
-import os
-import platform
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,7 +20,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import rich
-import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
@@ -43,6 +37,7 @@ from deepsquare.experiments.regions import (
     on_grid,
     window_components,
 )
+from deepsquare.results import conditions
 
 Draw: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], npt.NDArray[Any]]
 Pair: TypeAlias = tuple[int, int]  # the components of a network's two regions, the fewer first
@@ -258,28 +253,7 @@ def record(result: Fig2Result, seed: int) -> dict[str, Any]:
         }
         for row in result.rows
     ]
-    return {"figure": "fig2", "section": "3.1", "seed": seed, "claims": claims, "rows": rows, **_conditions()}
-
-
-def _conditions() -> dict[str, Any]:
-    try:
-        version = metadata.version("deepsquare")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        version = None
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "--quiet", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git
-        commit = ""
-    return {
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "deepsquare": version},
-        "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs",
-        "commit": commit or None,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+    return {"figure": "fig2", "section": "3.1", "seed": seed, "claims": claims, "rows": rows, **conditions()}
 
 
 def _make_writable(folder: Path) -> None:

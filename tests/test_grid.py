@@ -1,0 +1,166 @@
+"""The grid: killed at any point, shared by two, stopped by hand, or on Ray, it ends with the same rows."""
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_grid import RUNS, Toy
+
+from deepsquare.experiments import cifar10
+from deepsquare.experiments.grid import Run, Task, checkpoint_of, execute, run_grid
+from deepsquare.experiments.tables import TABLE_2, TABLE_3, TABLES
+from deepsquare.models import TABLES as MODEL_TABLES
+from deepsquare.models import create_model
+from deepsquare.results import Row, Store
+from deepsquare.surgery import equipment
+from deepsquare.training import Recipe
+
+SCRIPT = Path(__file__).with_name("toy_grid.py")
+
+
+def silent(key: str, seen: Any) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """What each run gives when nothing disturbs it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = [execute(run, Toy(), None, silent) for run in RUNS]
+    torch.set_num_threads(threads)
+    return {row.key: row.metrics for row in rows}
+
+
+def start(store: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), str(store), *options]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def found(store: Path) -> dict[str, Any]:
+    rows = Store(store).rows()
+    assert len({row.key for row in rows}) == len(rows)
+    return {row.key: row.metrics for row in rows}
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_a_grid_killed_several_times_ends_with_the_rows_of_an_undisturbed_one(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    store, rng = tmp_path / "rows.jsonl", random.Random(0)
+    checkpoints = tmp_path / ".runs"
+    for _ in range(3):
+        grid = start(store, "slow")
+        until(lambda: list(checkpoints.glob("*.pt")))
+        time.sleep(rng.uniform(0, 1.5))
+        grid.kill()  # SIGKILL: the grid cannot say a word to its processes
+        grid.communicate()
+        begun = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
+        time.sleep(2.5)  # its processes follow it
+        later = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
+        time.sleep(1)
+        assert later == {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}, "still at work"
+        assert set(begun) <= set(later) | set()
+    assert len(found(store)) < len(RUNS)
+    grid = start(store)
+    _, err = grid.communicate(timeout=120)
+    assert grid.returncode == 0, err
+    assert f"{len(RUNS)} of {len(RUNS)}" in err
+    assert found(store) == expected
+    assert list(checkpoints.glob("*")) == []
+
+
+def test_two_grids_share_the_work(tmp_path: Path, expected: dict[str, Any]) -> None:
+    store = tmp_path / "rows.jsonl"
+    grids = [start(store, "slow"), start(store, "slow")]
+    errs = [grid.communicate(timeout=120)[1] for grid in grids]
+    assert [grid.returncode for grid in grids] == [0, 0], errs
+    assert found(store) == expected
+    done = sum("%" in line for err in errs for line in err.splitlines())
+    assert done == len(RUNS)  # none of them twice
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    store = tmp_path / "rows.jsonl"
+    grid = start(store, "slow")
+    until(lambda: list((tmp_path / ".runs").glob("*.pt")))
+    os.killpg(grid.pid, signal.SIGINT)  # as a terminal does
+    _, err = grid.communicate(timeout=60)
+    assert grid.returncode != 0
+    assert f"of {len(RUNS)} runs left; the same command goes on from the last epochs" in err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_on_a_real_ray_cluster(tmp_path: Path, expected: dict[str, Any]) -> None:
+    store = tmp_path / "rows.jsonl"
+    grid = start(store, "ray")
+    _, err = grid.communicate(timeout=240)
+    assert grid.returncode == 0, err
+    assert found(store) == expected
+
+
+def test_a_run_of_the_store_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    run = RUNS[0]
+    store.append(Row(run.experiment, run.row, run.seed, run.described, {"accuracy": 0.5}, 1.0))
+    run_grid([run], Toy(), store)
+    assert "all 1 runs are in" in capsys.readouterr().err
+    assert Task(run, Toy(), store.path)(silent) is None  # nor by a worker that was asked to earlier
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="processes is 0; expected at least 1"):
+        run_grid(RUNS, Toy(), Store(tmp_path / "rows.jsonl"), processes=0)
+    with pytest.raises(ValueError, match="no row is called DeepSquare9; the rows are Original, DeepSquare1"):
+        cifar10.run_tables(rows=["DeepSquare9"], results=tmp_path)
+    with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):
+        cifar10.run_tables(seeds=0, results=tmp_path)
+
+
+def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    damaged = checkpoint_of(RUNS[0], store.path)
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"nonsense")
+    with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
+        run_grid(RUNS[:2], Toy(), store, processes=1)
+    assert [row.row for row in store.rows()] == [RUNS[1].row]
+
+
+def test_a_diverged_run_is_a_row() -> None:
+    recipe = Recipe(epochs=6, batch=16, rate=1e4, warmup=0)
+    row = execute(Run("toy", "Original", 0, "vanilla_cnn", "", "toy", recipe), Toy(), None, silent)
+    assert "try a lower rate" in row.metrics["diverged"]
+    assert len(row.metrics["train_loss"]) < 6
+
+
+def test_the_tables_name_17_models_that_can_be_built() -> None:
+    models = cifar10.methods(TABLE_2, TABLE_3)
+    assert len(models) == len(set(models.values())) == 17
+    for spec in models.values():
+        model = create_model("vanilla_cnn", spec)
+        assert (equipment(model) is None) == (spec == "")
+        assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_tables_agree_with_the_models_of_the_library() -> None:
+    for table in TABLES[2:]:
+        if (known := MODEL_TABLES.get(f"Table {table.number}")) is not None:
+            held = {model: tuple(dict.fromkeys(e.spec for e in table.entries if e.model == model)) for model in known}
+            assert held == known

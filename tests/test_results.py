@@ -1,0 +1,97 @@
+"""The store: what is appended is there, whole, once, whatever happens to its writers."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from deepsquare.results import Row, Store, conditions
+
+
+def row(seed: int = 0, **changes: object) -> Row:
+    values = {"experiment": "e", "row": "r", "seed": seed, "recipe": {"rate": 0.1}, "metrics": {"accuracy": 0.5}}
+    return Row(**{**values, "seconds": 1.5, **changes})  # type: ignore[arg-type]
+
+
+def test_rows_come_back_with_their_conditions(tmp_path: Path) -> None:
+    store = Store(tmp_path / "deep" / "rows.jsonl")
+    assert store.rows() == []
+    assert store.append(row())
+    assert store.append(row(1, metrics={"curve": [0.1, 0.2]}))
+    first, second = store.rows()
+    assert (first.seed, first.metrics, first.seconds) == (0, {"accuracy": 0.5}, 1.5)
+    assert second.metrics == {"curve": [0.1, 0.2]}
+    assert first.hardware.endswith("CPUs")
+    assert first.versions["torch"]
+    assert first.date.startswith("20")
+    assert set(conditions()) == {"versions", "hardware", "commit", "date"}
+
+
+def test_the_same_run_is_stored_once(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    assert store.append(row())
+    assert not store.append(row(metrics={"accuracy": 0.9}))
+    assert store.append(row(recipe={"rate": 0.2}))
+    assert [found.metrics["accuracy"] for found in store.rows()] == [0.5, 0.5]
+
+
+def test_a_cut_last_line_is_passed_over_and_then_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    whole = store.path.read_bytes()
+    store.append(row(1))
+    store.path.write_bytes(store.path.read_bytes()[:-20])
+    with pytest.warns(UserWarning, match="the last line is cut; that run will be done again"):
+        assert [found.seed for found in store.rows()] == [0]
+    store.append(row(2))
+    assert [found.seed for found in store.rows()] == [0, 2]
+    assert store.path.read_bytes().startswith(whole)
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    store.path.write_text("nonsense\n" + store.path.read_text())
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: not a row .*; remove that line to go on"):
+        store.rows()
+    store.path.write_text(json.dumps({"experiment": "e"}) + "\n")
+    with pytest.raises(ValueError, match="line 1: not a row"):
+        store.rows()
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    before = store.path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot write a row into .* \(No space left on device\); make room"):
+        store.append(row(1))
+    monkeypatch.undo()
+    assert store.path.read_bytes() == before
+    assert store.append(row(1))
+
+
+def _write(path: Path, writer: int) -> None:
+    for seed in range(15):
+        Store(path).append(row(seed, row=f"by {writer}"))
+        Store(path).append(row(seed, row="by both"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks are those of POSIX")
+def test_two_writers_share_a_store(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(path, number)) for number in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    found = [(one.row, one.seed) for one in Store(path).rows()]
+    assert len(found) == len(set(found)) == 45

@@ -1,0 +1,194 @@
+"""The training loop: its steps against plain ones, its end on divergence, and runs that go on after a stop."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepsquare.training import DivergedError, History, Recipe, evaluate, fit
+from deepsquare.training.loop import PATIENCE, keep_buffers
+
+
+class Points:
+    """Two classes of points in the plane, as batches."""
+
+    def __init__(self, count: int = 64, batch: int = 16) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.arange(count) % 2
+        self.points = torch.randn(count, 2, generator=generator) + 4 * self.labels[:, None]
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.labels) // self.batch
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(number))
+        for index in torch.split(order, self.batch):
+            yield self.points[index], self.labels[index]
+
+    def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield self.points, self.labels
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+RECIPE = Recipe(epochs=4, rate=0.05, warmup=1.0, weight_decay=1e-3)
+
+
+def test_the_rate_rises_linearly_and_falls_by_a_cosine() -> None:
+    recipe = Recipe(epochs=12, rate=0.4, warmup=2)
+    assert recipe.rate_at(0) == 0
+    assert recipe.rate_at(1) == pytest.approx(0.2)
+    assert recipe.rate_at(2) == pytest.approx(0.4)
+    assert recipe.rate_at(7) == pytest.approx(0.2)  # half way down
+    assert recipe.rate_at(4.5) == pytest.approx(0.2 * (1 + math.cos(math.pi / 4)))
+    assert recipe.rate_at(12) == pytest.approx(0)
+    assert Recipe(epochs=1, warmup=0, rate=0.4).rate_at(0) == pytest.approx(0.4)
+    assert Recipe(epochs=1, warmup=1, rate=0.4).rate_at(1) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("epochs", 0, "epochs is 0; expected at least 1"),
+        ("rate", 0.0, "rate is 0.0; expected above 0"),
+        ("rate", math.nan, "rate is nan; expected above 0"),
+        ("warmup", 5.0, "warmup is 5.0; expected between 0 and the 4 epochs"),
+        ("momentum", 1.0, "momentum is 1.0"),
+        ("momentum", 0.0, "nesterov is True; expected False where momentum is 0"),
+        ("weight_decay", -1.0, "weight_decay is -1.0; expected at least 0"),
+        ("pad", -1, "pad is -1; expected at least 0"),
+    ],
+)
+def test_a_recipe_says_what_is_wrong(field: str, value: float, message: str) -> None:
+    arguments: dict[str, Any] = {"epochs": 4, field: value}
+    with pytest.raises(ValueError, match=message):
+        Recipe(**arguments)
+
+
+def test_fit_does_the_steps_of_plain_sgd() -> None:
+    data = Points()
+    model, plain = network(), network()
+    history = fit(model, data, RECIPE, data.evaluation)
+
+    velocity = [torch.zeros_like(p) for p in plain.parameters()]  # Nesterov as Sutskever et al. (2013), in torch's form
+    losses: list[list[float]] = []
+    for epoch in range(4):
+        losses.append([])
+        for step, (points, labels) in enumerate(data.epoch(epoch)):
+            rate = RECIPE.rate_at(epoch + (step + 1) / len(data))
+            loss = F.cross_entropy(plain(points), labels)
+            gradients = torch.autograd.grad(loss, list(plain.parameters()))
+            losses[-1].append(loss.item())
+            with torch.no_grad():
+                for parameter, gradient, speed in zip(plain.parameters(), gradients, velocity, strict=True):
+                    whole = gradient + 1e-3 * parameter
+                    speed.mul_(0.9).add_(whole)
+                    parameter.sub_(rate * (whole + 0.9 * speed))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert history.train_loss == pytest.approx([sum(part) / len(part) for part in losses], rel=1e-4)
+    logits = plain.eval()(data.points)
+    assert history.loss[-1] == pytest.approx(F.cross_entropy(logits, data.labels).item(), rel=1e-4)
+    assert history.accuracy[-1] == (logits.argmax(1) == data.labels).double().mean().item() > 0.9
+    assert history.epochs == 4
+    assert history.seconds > 0
+
+
+def test_evaluate_counts_every_image_and_leaves_the_mode() -> None:
+    data, model = Points(), network()
+    uneven = [(data.points[:50], data.labels[:50]), (data.points[50:], data.labels[50:])]
+    model.train()
+    parts, whole = evaluate(model, uneven), evaluate(model, data.evaluation())
+    assert parts == pytest.approx(whole)
+    assert model.training
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_after(epochs: int) -> Any:
+    def on_epoch(history: History) -> None:
+        if history.epochs == epochs:
+            raise StoppedError
+
+    return on_epoch
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 4])
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path: Path, epochs: int) -> None:
+    data, whole, stopped = Points(), network(), network()
+    expected = fit(whole, data, RECIPE, data.evaluation)
+    place = tmp_path / "run.pt"
+    with pytest.raises(StoppedError):
+        fit(stopped, data, RECIPE, data.evaluation, checkpoint=place, identity="a", on_epoch=stop_after(epochs))
+    resumed = network(seed=99)
+    history = fit(resumed, data, RECIPE, data.evaluation, checkpoint=place, identity="a")
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+    assert history.train_loss == expected.train_loss
+    assert history.accuracy == expected.accuracy
+
+
+def test_a_checkpoint_of_another_run_or_none_is_refused(tmp_path: Path) -> None:
+    data, place = Points(), tmp_path / "run.pt"
+    fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
+    before = place.read_bytes()
+    with pytest.raises(ValueError, match=r"belongs to another run: a; expected b\. Remove it or give another place"):
+        fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="b")
+    assert place.read_bytes() == before
+    for damaged in (b"", before[: len(before) // 2], b"nonsense"):
+        place.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is not a training checkpoint.*remove it to start anew"):
+            fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
+    torch.save({"version": 1, "progress": {}}, place)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
+
+
+class Sabotage(nn.Module):
+    """A linear network whose outputs are changed from some step on."""
+
+    def __init__(self, after: int, factor: float) -> None:
+        super().__init__()
+        self.linear, self.after, self.factor, self.steps = nn.Linear(2, 2), after, factor, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        out: Tensor = self.linear(x) * (self.factor if self.steps > self.after else 1.0)
+        return out
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_lost() -> None:
+    data, model = Points(), Sabotage(after=6, factor=math.nan)
+    with pytest.raises(
+        DivergedError, match=r"epoch 2: the loss is nan at step 3, rate 0\.\d+; try a lower rate"
+    ) as info:
+        fit(model, data, RECIPE, data.evaluation)
+    assert info.value.history.epochs == 1
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_loss_that_stays_above_a_guess_counts_as_diverged() -> None:
+    data = Points()
+    recipe = Recipe(epochs=10, rate=1e-6)
+    with pytest.raises(DivergedError, match=rf"epoch {PATIENCE}: the loss was .* that of a guess is 0.693") as info:
+        fit(Sabotage(after=-1, factor=-100), data, recipe, data.evaluation)
+    assert info.value.history.epochs == PATIENCE
+    short = Recipe(epochs=1, rate=1e-6)
+    with pytest.raises(DivergedError, match="epoch 1"):
+        fit(Sabotage(after=-1, factor=-100), data, short, data.evaluation)
+
+
+def test_the_allocator_is_set_where_it_can_be() -> None:
+    assert keep_buffers() in (True, False)
+    assert keep_buffers() is keep_buffers()

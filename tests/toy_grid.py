@@ -1,0 +1,47 @@
+"""A grid small enough to be killed many times: ``python toy_grid.py STORE [slow] [ray]``."""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepsquare.data.memory import LabelledImages, MemoryBatches, plain_batches
+from deepsquare.experiments.grid import Evaluation, Run, run_grid
+from deepsquare.results import Store
+from deepsquare.training import Recipe
+
+RECIPE = Recipe(epochs=6, batch=16, rate=0.05)
+ROWS = {"Original": "", "DeepSquare3": "pooling", "DeepSquare5s-": "softmin"}
+RUNS = [
+    Run("toy", label, seed, "vanilla_cnn", spec, "toy", RECIPE) for seed in range(2) for label, spec in ROWS.items()
+]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Random images whose class is their brightest channel; ``pause`` seconds after every epoch."""
+
+    pause: float = 0.0
+
+    def __call__(self, run: Run) -> tuple[MemoryBatches, Evaluation]:
+        rng = np.random.default_rng(0)
+        images = torch.from_numpy(rng.integers(0, 256, (64, 3, 32, 32), dtype=np.uint8))
+        labels = images.float().mean((2, 3)).argmax(1)
+        data = LabelledImages(images, labels)
+
+        def evaluation() -> Iterable[tuple[Tensor, Tensor]]:
+            time.sleep(self.pause)
+            return plain_batches(data)
+
+        return MemoryBatches(data, run.recipe.batch, pad=2, seed=run.seed), evaluation
+
+
+if __name__ == "__main__":
+    ray = "local" if "ray" in sys.argv[2:] else None
+    source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
+    run_grid(RUNS, source, Store(Path(sys.argv[1])), processes=2, ray=ray)
