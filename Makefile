@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test reproduce support clean
+.PHONY: test reproduce results support clean
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -12,7 +12,12 @@ test: $(READY)
 	$(BIN)/pytest -n 2
 
 reproduce: $(READY)
-	$(BIN)/deepsquare reproduce fig2
+	$(BIN)/deepsquare reproduce all
+
+# docs/results.md from the rows in results/, after a change to either.
+results: $(READY)
+	$(BIN)/deepsquare report --results results --figures docs/figures --output out/committed
+	cp out/committed/summary.md docs/results.md
 
 # The support matrix in docs/: every model × word, by real forward and backward passes (about half an hour).
 support: $(READY)

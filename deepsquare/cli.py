@@ -1,4 +1,4 @@
-"""The command line: ``deepsquare info | reproduce``."""
+"""The command line: ``deepsquare info | reproduce | report | bench``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from deepsquare.cost import Cost, cost
+from deepsquare.data.cifar10 import DataUnavailableError
 from deepsquare.models import create_model
 from deepsquare.surgery import KINDS, Sites, equip, sites
 
@@ -118,28 +119,111 @@ def _short(number: int) -> str:
     return f"{number:,}"
 
 
+Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "recipe", "all"]
+
+
 @app.command
 def reproduce(
-    experiment: tyro.conf.Positional[Literal["fig2"]],
+    experiment: tyro.conf.Positional[Experiment],
     *,
-    seed: int = 0,
+    schedule: Literal["quick", "short", "long"] = "quick",
+    seeds: int | None = None,
+    rows: tuple[str, ...] = (),
+    data: Path | None = None,
+    processes: int | None = None,
+    ray: str | None = None,
     networks: int = 10_000,
-    figures: Path = Path("docs/figures"),
-    results: Path = Path("results"),
+    results: Path = Path("out/results"),
+    figures: Path = Path("out/figures"),
+    report: Path = Path("out/report"),
 ) -> None:
-    """Run an experiment of the paper again: draw its figure, check its claim, write its results.
+    """Run an experiment of the paper again: its figures, its rows and its claims. ``all`` ends with the report.
+
+    A table is a grid of runs that goes on where it stopped, in one process per core or on a Ray cluster.
 
     Args:
-        experiment: Which figure or table.
-        seed: Seed of the random networks.
-        networks: How many random networks of each kind are checked.
-        figures: Folder for the figure.
-        results: Folder for the counts.
+        experiment: Which figure or table; recipe is the choice of the tables' recipe on held-out training images.
+        schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
+        seeds: How many seeds: 1 for the tables and 100 for the spirals (fig3 to fig6) if not given.
+        rows: Only these rows of the tables, by their labels.
+        data: Folder with CIFAR-10; fetched and cached when not given.
+        processes: How many runs at a time; one per core when not given.
+        ray: Address of a Ray cluster, or local to start one here.
+        networks: How many random networks of each kind are checked for fig2.
+        results: Folder for the rows.
+        figures: Folder for the figures.
+        report: Folder for the page of all.
     """
-    from deepsquare.experiments import fig2
+    from deepsquare.experiments import cifar10, fig2, spirals, tables
 
-    assert experiment == "fig2"
-    fig2.run(figures, results, seed=seed, networks=networks)
+    grid: dict[str, Any] = {"results": results, "folder": data, "processes": processes, "ray": ray}
+    if experiment in ("fig2", "all"):
+        fig2.run(figures, results, networks=networks)
+    if (experiment.startswith("fig") and experiment != "fig2") or experiment == "all":
+        spirals.run(figures, results, **({} if seeds is None or experiment == "all" else {"seeds": seeds}))
+    if experiment == "recipe":
+        cifar10.choose_recipe(**grid)
+    if experiment.startswith("table") or experiment == "all":
+        chosen = [table for table in (tables.TABLE_2, tables.TABLE_3) if experiment in ("all", f"table{table.number}")]
+        try:
+            cifar10.run_tables(chosen, schedule=schedule, seeds=seeds or 1, rows=rows, **grid)
+        except DataUnavailableError as error:
+            if experiment != "all":
+                raise
+            warnings.warn(f"Tables 2 and 3 are left out: {error}", stacklevel=1)
+    if experiment == "all":
+        _report((RESULTS, results), (figures, FIGURES), report)
+
+
+RESULTS, FIGURES = Path("results"), Path("docs/figures")  # of a clone of the repository
+
+
+@app.command(name="report")
+def write_report(
+    *,
+    results: tuple[Path, ...] = (RESULTS, Path("out/results")),
+    figures: tuple[Path, ...] = (Path("out/figures"), FIGURES),
+    output: Path = Path("out/report"),
+) -> None:
+    """Make the page of all results: the paper's tables and figures with ours beside them.
+
+    Args:
+        results: Folders with rows; those that do not exist are passed over.
+        figures: Folders with figures; the first that has one wins.
+        output: Folder for index.html and summary.md.
+    """
+    _report(results, figures, output)
+
+
+def _report(results: tuple[Path, ...], figures: tuple[Path, ...], output: Path) -> None:
+    from deepsquare.report import render
+
+    page = render(results, figures, output)
+    print(f"The report is {page.resolve()}")
+
+
+@app.command
+def bench(
+    subject: tyro.conf.Positional[Literal["train"]],
+    *,
+    rounds: int = 5,
+    steps: int | None = None,
+    data: Path | None = None,
+    results: Path = Path("out/results"),
+) -> None:
+    """Measure side by side, in turns within one run.
+
+    Args:
+        subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader.
+        rounds: Turns of each contestant.
+        steps: Training steps of a turn; one epoch when not given.
+        data: Folder with CIFAR-10; fetched and cached when not given.
+        results: Folder for the row.
+    """
+    from deepsquare.bench import train
+
+    assert subject == "train"
+    train.run(rounds=rounds, steps=steps, folder=data, results=results)
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
@@ -157,6 +241,8 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: deepsquare info … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, TypeError, OSError) as error:
         print(f"deepsquare: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -88,7 +88,7 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
             "Give the shape of one input without the batch as input_shape=(channels, height, width)"
         ) from error
     del output  # it holds the graph, and with it the storages, up to here
-    counts = counter.get_flop_counts()["Global"]
+    counts = counter.get_flop_counts().get("Global", {})  # none where nothing multiplies
     products = sum(n for op, n in counts.items() if op in ELEMENTWISE)
     macs = sum(n for op, n in counts.items() if op not in ELEMENTWISE) // 2
     return Cost(0, macs, products, sum(kept.values()))

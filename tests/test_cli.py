@@ -123,6 +123,10 @@ def test_all_sites(shell: Shell) -> None:
         ("info resnet18 --input-shape 1 64 64", r"ResNet could not be run on an input of shape \(2, 1, 64, 64\)"),
         ("info vanilla_cnn --num-classes -1", "vanilla_cnn.*num_classes.*-1"),
         ("reproduce fig2 --networks 0", "networks is 0; expected at least 1"),
+        ("reproduce table2 --seeds 0", "seeds is 0; expected at least 1"),
+        ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, GeM"),
+        ("reproduce table2 --data nowhere", "nowhere"),
+        ("bench train --rounds 0", "rounds is 0"),
     ],
 )
 def test_a_mistake_ends_in_one_line(shell: Shell, line: str, message: str) -> None:
@@ -133,7 +137,7 @@ def test_a_mistake_ends_in_one_line(shell: Shell, line: str, message: str) -> No
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("line", ["nonsense", "info", "info resnet18 --nonsense", "reproduce fig99"])
+@pytest.mark.parametrize("line", ["nonsense", "info", "info resnet18 --nonsense", "reproduce fig99", "bench speed"])
 def test_a_wrong_command_line(shell: Shell, line: str) -> None:
     code, out, err = shell.run(line)
     assert code == 2
@@ -143,16 +147,25 @@ def test_a_wrong_command_line(shell: Shell, line: str) -> None:
 
 def test_reproduce(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = shell.run("reproduce fig2 --networks 50 --seed 3")
+    code, out, err = shell.run("reproduce fig2 --networks 50")
     assert (code, err) == (0, "")
     assert out
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert files == ["docs/figures/fig2.png", "results/fig2.json"]
-    assert (tmp_path / "docs/figures/fig2.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    record = json.loads((tmp_path / "results/fig2.json").read_text(encoding="utf-8"))
-    assert record["seed"] == 3
+    assert files == ["out/figures/fig2.png", "out/results/fig2.json"]
+    assert (tmp_path / "out/figures/fig2.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    record = json.loads((tmp_path / "out/results/fig2.json").read_text(encoding="utf-8"))
+    assert record["seed"] == 0
     assert {row["drawn"] for row in record["rows"]} == {50}
     assert all(claim["holds"] for claim in record["claims"])
+
+
+def test_report(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = shell.run("report")
+    assert code == 0
+    page = Path(out.strip().removeprefix("The report is "))
+    assert page == tmp_path / "out/report/index.html"
+    assert "deepsquare reproduce table2" in page.read_text(encoding="utf-8")
 
 
 def test_the_installed_command(tmp_path: Path) -> None:

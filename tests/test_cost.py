@@ -151,3 +151,7 @@ def test_a_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
         ds.cost(model, shape)
     assert str((2, *shape)) in str(caught.value)
     assert "input_shape=(channels, height, width)" in str(caught.value)
+
+
+def test_a_module_that_multiplies_nothing_costs_nothing() -> None:
+    assert ds.cost(nn.AdaptiveAvgPool2d(1), SMALL) == ds.Cost(0, 0, 0, 0)

@@ -71,12 +71,10 @@ def test_a_grid_killed_several_times_ends_with_the_rows_of_an_undisturbed_one(
         time.sleep(rng.uniform(0, 1.5))
         grid.kill()  # SIGKILL: the grid cannot say a word to its processes
         grid.communicate()
-        begun = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
         time.sleep(2.5)  # its processes follow it
         later = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
         time.sleep(1)
         assert later == {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}, "still at work"
-        assert set(begun) <= set(later) | set()
     assert len(found(store)) < len(RUNS)
     grid = start(store)
     _, err = grid.communicate(timeout=120)

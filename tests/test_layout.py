@@ -27,6 +27,8 @@ ORDER = (
     "training",
     "results",
     "experiments",
+    "report",
+    "bench",
     "cli",
 )  # fmt: skip
 

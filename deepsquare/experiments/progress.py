@@ -26,7 +26,6 @@ class Progress:
         self.runs, self.done, self.workers = runs, done, 1
         self._waiting: dict[str, Run] = {}
         self._active: dict[str, Mapping[str, Any]] = {}
-        self._first: dict[str, Mapping[str, Any]] = {}  # the first report of each run, which may be a resumed one
         self._spent, self._epochs = 0.0, 0
 
     def say(self, text: str) -> None:
@@ -45,7 +44,7 @@ class Progress:
 
     def epoch(self, key: str, seen: Mapping[str, Any]) -> None:
         """A worker has finished an epoch."""
-        before = self._active.get(key, {"seconds": seen["seconds"], "epochs": seen["epochs"]})
+        before = self._active.get(key, seen)  # of a resumed run the first report tells nothing about speed
         self._spent += seen["seconds"] - before["seconds"]
         self._epochs += seen["epochs"] - before["epochs"]
         self._active[key] = seen
@@ -55,7 +54,7 @@ class Progress:
         self._active.pop(run.key, None)
         self._waiting.pop(run.key, None)
         if done.row is None:
-            self.say(f"{run.name}: {done.error or 'another grid does it'}")
+            self.say(f"{run.name}: {done.error or 'another grid does it, or has done it'}")
             return
         self.done += 1
         metrics = done.row.metrics

@@ -1,0 +1,1 @@
+"""Benchmarks: contestants measured in turns within one run."""

@@ -1,0 +1,37 @@
+"""Means over seeds with 95% intervals, where some networks may have diverged."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+from deepsquare.data.spirals import Array
+
+
+def settled(values: Array, worst: float | None = None) -> Array:
+    """The values, with the worst finite one in place of those that are not finite."""
+    known = values[np.isfinite(values)]
+    if not known.size:
+        raise ValueError("every network of the chosen setting diverged; widen the grid of settings in tuning.py")
+    return np.where(np.isfinite(values), values, known.max() if worst is None else worst)
+
+
+def mean(values: Array) -> dict[str, float]:
+    """The mean and its 95% interval by Student's t distribution."""
+    n = len(values)
+    half = float(stats.t.ppf(0.975, n - 1)) * float(np.std(values, ddof=1)) / n**0.5
+    middle = float(np.mean(values))
+    found = rounded([middle, middle - half, middle + half], 5)
+    return {name: value for name, value in zip(("mean", "low", "high"), found, strict=True) if value is not None}
+
+
+def difference(values: Array, base: Array, sign: int) -> dict[str, float]:
+    """The mean difference, paired by seed, with its interval; and in which share of the seeds ``values`` is better."""
+    worst = max(settled(values).max(), settled(base).max())
+    values, base = settled(values, worst), settled(base, worst)
+    return {**mean(values - base), "share_better": float(np.mean(sign * (values - base) > 0))}
+
+
+def rounded(values: Sequence[float] | Array, digits: int = 4) -> list[float | None]:
+    """Values with a few significant digits, None for those that are not finite: JSON has no infinity."""
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]

@@ -1,0 +1,57 @@
+"""Means with 95% intervals, by Student's t distribution over the seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over ``n`` seeds and half the width of its interval, which is infinite for one seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    @property
+    def low(self) -> float:
+        """The lower end."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return self.mean + self.half
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is an interval at all: two seeds or more."""
+        return math.isfinite(self.half)
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` lies within."""
+        return self.low <= value <= self.high
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Mean ± t·s/√n with n − 1 degrees of freedom; None for no values."""
+    n = len(values)
+    if n == 0:
+        return None
+    mean = float(np.mean(values))
+    if n == 1:
+        return Interval(mean, math.inf, 1)
+    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+    return Interval(mean, t * float(np.std(values, ddof=1)) / math.sqrt(n), n)
+
+
+def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+    """The interval of the differences ``values − base`` over the seeds that both have."""
+    return interval([values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())])
