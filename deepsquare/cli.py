@@ -166,7 +166,7 @@ def reproduce(
     if experiment.startswith("table") or experiment == "all":
         chosen = [table for table in (tables.TABLE_2, tables.TABLE_3) if experiment in ("all", f"table{table.number}")]
         try:
-            cifar10.run_tables(chosen, schedule=schedule, seeds=seeds or 1, rows=rows, **grid)
+            cifar10.run_tables(chosen, schedule=schedule, seeds=1 if seeds is None else seeds, rows=rows, **grid)
         except DataUnavailableError as error:
             if experiment != "all":
                 raise

@@ -195,7 +195,7 @@ def test_units() -> None:
         network.first.bias[:3] = torch.tensor([-1.0, 0.25, -3.0])
     parameters = parameters_to_vector(network.parameters())[None].detach()
     found = measures.units(networks, parameters, torch.tensor([[[0.0, 0.4, 1.0]]]))
-    assert {name: counts.tolist() for name, counts in found.items()} == {"units_with_kink": [2], "dead_units": [1]}
+    assert {name: counts.tolist() for name, counts in found.items()} == {"with_kink": [2], "dead": [1]}
 
 
 def test_jacobian_against_finite_differences() -> None:
@@ -241,6 +241,7 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gap = one["metrics"]["against_relu"]["test_loss"]
     assert gap["mean"] == pytest.approx(np.mean(losses) - np.mean(relu["test_loss"]), abs=1e-4)
     assert f"loss {result.verdict('one-arm')}" in printed
+    assert 0 <= one["metrics"]["units"]["dead"] <= 32 - one["metrics"]["units"]["with_kink"]
     curve = one["metrics"]["curve"]
     assert np.shape(curve["test_loss"]) == (5, len(curve["steps"]))
     middle = curve["test_loss"][2][curve["steps"].index(one["recipe"]["steps"])]

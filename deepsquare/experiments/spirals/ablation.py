@@ -177,7 +177,8 @@ def at_start(seeds: Sequence[int]) -> list[dict[str, Any]]:
             slow = (along * (values < SLOW * values[:, -1:])).sum(1) / along.sum(1)
             tenth = values[:, -10] / values[:, -1]
             numbers = {"slow_share": slow.median().item(), "tenth_eigenvalue": tenth.median().item()}
-            numbers |= {name: float(found.mean()) for name, found in units(networks, parameters, inputs).items()}
+            counts = units(networks, parameters, inputs)
+            numbers |= {f"units_{name}": float(found.mean()) for name, found in counts.items()}
             row = {"activation": activation, "inputs": setting.inputs}
             rows.append(row | dict(zip(numbers, rounded(list(numbers.values())), strict=True)))
     return rows

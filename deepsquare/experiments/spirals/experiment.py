@@ -166,7 +166,7 @@ class _Run:
         """Every activation with its own setting, on fresh seeds."""
         steps = task.steps // self.shorten
         trained = {name: retrain(task, name, tuned[name], self.fresh, steps) for name in ACTIVATIONS}
-        found = {name: _measured(name, one) for name, one in trained.items()}
+        found = {name: _measured(one) for name, one in trained.items()}
         for name, one in trained.items():
             metrics: dict[str, Any] = {metric: rounded(values) for metric, values in found[name].items()}
             metrics["means"] = {metric: mean(settled(values)) for metric, values in found[name].items()}
@@ -176,6 +176,9 @@ class _Run:
                     for metric in ("test_loss", ACCURACY, "roughness", "sharpest_turn")
                     if metric in found[name]
                 }
+            if task is ONE_ARM and name in ablation.PAIR:  # the others have no kink
+                counts = measures.units(one.networks, one.parameters, one.networks.batch("train")[0])
+                metrics["units"] = {kind: float(units.mean()) for kind, units in counts.items()}
             metrics["curve"] = _curve(one)
             recipe = asdict(one.setting) | {"steps": one.steps, "seeds": len(self.fresh), "first_seed": self.fresh[0]}
             self._store(f"{task.name}/{name}", recipe, metrics, one.seconds)
@@ -238,16 +241,13 @@ def _settings(tuned: Mapping[str, Tuned]) -> dict[str, Any]:
     }
 
 
-def _measured(name: str, found: Trained) -> dict[str, Array]:
+def _measured(found: Trained) -> dict[str, Array]:
     """What is measured of every network, at the chosen step."""
     metrics = {"test_loss": found.loss, "train_loss": found.train_loss}
     if found.accuracy is None:
         lines = measures.paths(found.networks, found.parameters)
         metrics["roughness"] = np.array([measures.roughness(path) for path in lines])
         metrics["sharpest_turn"] = np.array([measures.largest_turn(path) for path in lines])
-        if name in ablation.PAIR:  # the others have no kink
-            inputs, _ = found.networks.batch("train")
-            metrics |= measures.units(found.networks, found.parameters, inputs)
     else:
         metrics[ACCURACY] = found.accuracy
         ticks, outputs = measures.on_grid(found.networks, found.parameters, range(min(BOUNDARIES, len(found.loss))))

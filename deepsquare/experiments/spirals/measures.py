@@ -48,7 +48,7 @@ def units(networks: Networks, parameters: Tensor, inputs: Tensor) -> dict[str, A
     named = networks.named(parameters)
     slopes, offsets = named["first.weight"][..., 0], named["first.bias"]
     low, high = slopes * inputs.amin(2) + offsets, slopes * inputs.amax(2) + offsets
-    counts = {"units_with_kink": low * high < 0, "dead_units": (low <= 0) & (high <= 0)}
+    counts = {"with_kink": low * high < 0, "dead": (low <= 0) & (high <= 0)}
     return {name: found.sum(1).double().numpy() for name, found in counts.items()}
 
 
