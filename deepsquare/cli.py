@@ -172,7 +172,7 @@ def reproduce(
                 raise
             warnings.warn(f"Tables 2 and 3 are left out: {error}", stacklevel=1)
     if experiment == "all":
-        _report((RESULTS, results), (figures, FIGURES), report)
+        _report((results, RESULTS), (figures, FIGURES), report)
 
 
 RESULTS, FIGURES = Path("results"), Path("docs/figures")  # of a clone of the repository
@@ -181,14 +181,14 @@ RESULTS, FIGURES = Path("results"), Path("docs/figures")  # of a clone of the re
 @app.command(name="report")
 def write_report(
     *,
-    results: tuple[Path, ...] = (RESULTS, Path("out/results")),
+    results: tuple[Path, ...] = (Path("out/results"), RESULTS),
     figures: tuple[Path, ...] = (Path("out/figures"), FIGURES),
     output: Path = Path("out/report"),
 ) -> None:
     """Make the page of all results: the paper's tables and figures with ours beside them.
 
     Args:
-        results: Folders with rows; those that do not exist are passed over.
+        results: Folders with rows; of runs in several the first counts, and folders that do not exist are passed over.
         figures: Folders with figures; the first that has one wins.
         output: Folder for index.html and summary.md.
     """

@@ -77,6 +77,7 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
         "settings_picture": figures.picture("spirals_settings.png", pictures),
         "spirals": spirals,
         "activation_costs": spirals.costs(rows),
+        "ablations": spirals.ablations(rows),
         "table_1": network.table_1(),
         "cifar": [(f, curves.forest(f), curves.learning_curves(f)) for f in cifar],
         "imagenet": [(f, [_cost(line) for line in f.lines]) for f in tables if f not in cifar],

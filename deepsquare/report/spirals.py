@@ -92,3 +92,12 @@ def costs(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Any]]:
     """How long each activation takes, ReLU being 1."""
     stored = (row.metrics.get("relative_to_relu", {}) for row in rows if row.experiment == "spirals")
     return next((found for found in stored if found), {})
+
+
+def ablations(rows: Sequence[Row]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """The cases of each row ``ablation/NAME``, by name."""
+    found: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.experiment == "spirals" and row.row.startswith("ablation/"):
+            found.setdefault(row.row.removeprefix("ablation/"), row.metrics["cases"])
+    return found
