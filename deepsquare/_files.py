@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 
 @contextmanager
@@ -25,3 +26,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_writable(folder: Path) -> None:
+    """Make the folder, or stop before the work that would be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"cannot write into {folder} ({error.strerror}); give a folder that can be written"
+        raise OSError(reason) from error

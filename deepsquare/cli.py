@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from deepsquare.cost import Cost, cost
+from deepsquare.cost import Cost, cost, short
 from deepsquare.data.cifar10 import DataUnavailableError
 from deepsquare.models import create_model
 from deepsquare.surgery import KINDS, Sites, equip, sites
@@ -106,17 +106,9 @@ def _cost_table(name: str, spec: str, shape: tuple[int, ...], base: Cost, equipp
         ("bytes for backward", "activation_bytes", base.activation_bytes),
     ):
         before, after = getattr(base, key), getattr(equipped, key)
-        more = [_short(after), f"{added[key]:+,}", f"{added[key] / whole:+.3%}"] if spec else []
-        table.add_row(label, _short(before), *more)
+        more = [short(after), f"{added[key]:+,}", f"{added[key] / whole:+.3%}"] if spec else []
+        table.add_row(label, short(before), *more)
     return table
-
-
-def _short(number: int) -> str:
-    """Four digits and a unit; small numbers in full."""
-    for unit, size in (("G", 10**9), ("M", 10**6)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:,}"
 
 
 Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "recipe", "all"]

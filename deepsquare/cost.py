@@ -98,3 +98,11 @@ def _hollow(tensor: Tensor) -> Tensor:
     """The same tensor without its data; a parameter stays one."""
     empty = tensor.detach().to("meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def short(number: int) -> str:
+    """Four digits and a unit; small numbers in full."""
+    for unit, size in (("G", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,}"

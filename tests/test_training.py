@@ -1,6 +1,7 @@
 """The training loop: its steps against plain ones, its end on divergence, and runs that go on after a stop."""
 
 import math
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,5 +191,4 @@ def test_a_loss_that_stays_above_a_guess_counts_as_diverged() -> None:
 
 
 def test_the_allocator_is_set_where_it_can_be() -> None:
-    assert keep_buffers() in (True, False)
-    assert keep_buffers() is keep_buffers()
+    assert keep_buffers() or platform.libc_ver()[0] != "glibc"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from rich.table import Table
 
-from deepsquare._files import replacing
+from deepsquare._files import make_writable, replacing
 from deepsquare.experiments.regions import (
     Activation,
     Network,
@@ -168,7 +167,7 @@ def run(
     if networks < 1:
         raise ValueError(f"networks is {networks}; expected at least 1")
     for folder in (figures, results):
-        _make_writable(folder)
+        make_writable(folder)
     rows = [row for index in range(len(DISTRIBUTIONS)) for row in count(index, seed, networks)]
     result = Fig2Result(tuple(rows), figures / "fig2.png", results / "fig2.json")
     with replacing(result.figure) as path:
@@ -254,13 +253,3 @@ def record(result: Fig2Result, seed: int) -> dict[str, Any]:
         for row in result.rows
     ]
     return {"figure": "fig2", "section": "3.1", "seed": seed, "claims": claims, "rows": rows, **conditions()}
-
-
-def _make_writable(folder: Path) -> None:
-    """Make the folder, or stop before the counting does."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = f"cannot write into {folder} ({error.strerror}); give a folder that can be written"
-        raise OSError(reason) from error

@@ -123,7 +123,7 @@ def run_grid(
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}; expected at least 1")
     checkpoint_of(waiting[0], store.path).parent.mkdir(parents=True, exist_ok=True)
-    workers = min(processes or len(os.sched_getaffinity(0)), len(waiting))
+    workers = min(processes or _cores(), len(waiting))
     tasks = {run.key: Task(run, data, store.path) for run in waiting}
     backend: Backend = LocalBackend(workers) if ray is None else RayBackend(ray)
     failures: list[str] = []
@@ -160,3 +160,8 @@ def _claim(path: Path) -> Iterator[bool]:
                 yield False
                 return
         yield True
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

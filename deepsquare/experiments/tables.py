@@ -20,7 +20,6 @@ class Entry:
     detail: str = ""
     model: str = "vanilla_cnn"
     epochs: int | None = None  # where a row has its own number of them
-    dropout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ TABLE_3 = PaperTable(
 
 
 def _imagenet(model: str, label: str, spec: str, top1: float, top5: float, epochs: int | None = None) -> Entry:
-    return Entry(label, spec, top1, top5, model=model, epochs=epochs, dropout=0.2 if spec else None)
+    return Entry(label, spec, top1, top5, model=model, epochs=epochs)
 
 
 TABLE_4 = PaperTable(

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from deepsquare._files import replacing
+from deepsquare.cost import short
 from deepsquare.experiments.tables import TABLES
 from deepsquare.report import curves, figures, network, spirals, verdict
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
@@ -174,14 +175,6 @@ def measured(found: Interval, signed: bool = False) -> str:
     exponent = int(f"{found.half:.1e}".partition("e")[2])
     digits = max(0, 1 - exponent)
     return f"{found.mean:{sign}.{digits}f} ± {found.half:.{digits}f}".replace("-", "−")
-
-
-def short(number: int) -> str:
-    """Four digits and a unit; small numbers in full."""
-    for unit, size in (("G", 10**9), ("M", 10**6)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:,}"
 
 
 def share(fraction: float) -> str:

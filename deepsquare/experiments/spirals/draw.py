@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from deepsquare.data.spirals import NOISE, Array, trajectory
 from deepsquare.experiments.spirals.measures import TIMES, boundary_turn, largest_turn, on_grid, paths
-from deepsquare.experiments.spirals.tuning import LENGTHS, RATES, Trained, Tuned
+from deepsquare.experiments.spirals.tuning import LENGTHS, RATES, Trained, Tuned, quantiles
 
 NAMES = {"relu": "ReLU", "relu_square": "ReLU-Square", "softplus": "softplus", "tanh": "tanh", "sigmoid": "sigmoid"}
 COLOURS = {  # Okabe and Ito's
@@ -122,9 +122,7 @@ def _curves(axes: Axes, trained: Mapping[str, Trained], values: Mapping[str, Arr
     """Medians over the seeds; for the two of the paper the middle half and the middle 90% as well."""
     for name in (*(name for name in trained if name not in MAIN), *MAIN):
         found, colour = trained[name], COLOURS[name]
-        low, quarter, middle, third, high = np.quantile(
-            values[name], (0.05, 0.25, 0.5, 0.75, 0.95), axis=1, method="lower"
-        )
+        low, quarter, middle, third, high = quantiles(values[name])
         main = name in MAIN
         if main:
             axes.fill_between(found.checkpoints, low, high, color=colour, alpha=0.15, linewidth=0)

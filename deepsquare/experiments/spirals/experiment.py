@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import rich
 from rich.progress import Progress
 from rich.table import Table
 
-from deepsquare._files import replacing
+from deepsquare._files import make_writable, replacing
 from deepsquare.data.spirals import Array
 from deepsquare.experiments.spirals import ablation, draw, measures
 from deepsquare.experiments.spirals.intervals import difference, mean, rounded, settled
@@ -106,7 +105,7 @@ def run(
     if not 1 <= shorten <= min(task.steps for task in TASKS) // 4:
         raise ValueError(f"shorten is {shorten}; expected 1 for the whole training, up to {THREE_ARMS.steps // 4}")
     for folder in (figures, results):
-        _make_writable(folder)
+        make_writable(folder)
     with one_thread():
         rows, pictures = _Run(seed, seeds, shorten).compute()
     for file, picture in pictures.items():
@@ -262,13 +261,3 @@ def _curve(found: Trained) -> dict[str, Any]:
         metric: [rounded(row) for row in quantiles(values)] for metric, values in curves.items() if values is not None
     }
     return {"steps": list(found.checkpoints), "quantiles": list(QUANTILES), **bands}
-
-
-def _make_writable(folder: Path) -> None:
-    """Make the folder, or stop before the training does."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = f"cannot write into {folder} ({error.strerror}); give a folder that can be written"
-        raise OSError(reason) from error
