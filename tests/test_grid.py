@@ -152,6 +152,8 @@ def test_the_tables_name_17_models_that_can_be_built() -> None:
     models = cifar10.methods(TABLE_2, TABLE_3)
     assert len(models) == len(set(models.values())) == 17
     assert cifar10.methods(TABLE_3)["DeepSquare3"] == "pooling"  # not a second run under Table 3's own label
+    (run,) = cifar10.plan([TABLE_3], "short", 1, ["Square-Pooling"])
+    assert (run.row, run.spec) == ("DeepSquare3", "pooling")
     for spec in models.values():
         model = create_model("vanilla_cnn", spec)
         assert (equipment(model) is None) == (spec == "")

@@ -26,6 +26,8 @@ ORDER = (
     "data",
     "training",
     "results",
+    "statistics",
+    "verdict",
     "experiments",
     "report",
     "bench",

@@ -240,7 +240,7 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert one["metrics"]["means"]["test_loss"]["mean"] == pytest.approx(np.mean(losses), rel=1e-3)
     gap = one["metrics"]["against_relu"]["test_loss"]
     assert gap["mean"] == pytest.approx(np.mean(losses) - np.mean(relu["test_loss"]), abs=1e-4)
-    assert f"loss {result.verdict('one-arm')}" in printed
+    assert f"loss {result.verdict('one-arm').value}" in printed
     assert 0 <= one["metrics"]["units"]["dead"] <= 32 - one["metrics"]["units"]["with_kink"]
     curve = one["metrics"]["curve"]
     assert np.shape(curve["test_loss"]) == (5, len(curve["steps"]))

@@ -68,36 +68,42 @@ def methods(*tables: PaperTable) -> dict[str, str]:
     return {label: str(spec) for spec, label in labels.items() if spec in wanted}
 
 
+def plan(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[Run]:
+    """The runs of the tables, or of some rows by their labels, seed after seed; each model once."""
+    if seeds < 1:
+        raise ValueError(f"seeds is {seeds}; expected at least 1")
+    specs = {entry.label: entry.spec for table in tables for entry in table.entries}
+    if unknown := set(rows) - set(specs):
+        raise ValueError(f"no row is called {', '.join(sorted(unknown))}; the rows are {', '.join(specs)}")
+    wanted = {specs[label] for label in rows or specs}
+    return [
+        Run("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
+        for seed in range(seeds)
+        for label, spec in methods(*tables).items()
+        if spec in wanted
+    ]
+
+
 def run_tables(
     tables: Sequence[PaperTable] = (TABLE_2, TABLE_3),
     *,
     schedule: str = "quick",
     seeds: int = 1,
     rows: Sequence[str] = (),
-    results: Path = Path("results"),
+    results: Path = Path("out/results"),
     folder: Path | None = None,
     processes: int | None = None,
     ray: str | None = None,
 ) -> None:
-    """Train every model of the tables under each seed, seed after seed, and add the rows to ``cifar10.jsonl``."""
-    if seeds < 1:
-        raise ValueError(f"seeds is {seeds}; expected at least 1")
-    chosen = methods(*tables)
-    if unknown := set(rows) - set(chosen):
-        raise ValueError(f"no row is called {', '.join(sorted(unknown))}; the rows are {', '.join(chosen)}")
-    runs = [
-        Run("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
-        for seed in range(seeds)
-        for label, spec in chosen.items()
-        if not rows or label in rows
-    ]
+    """Train every model of the tables under each seed and add the rows to ``cifar10.jsonl``."""
+    runs = plan(tables, schedule, seeds, rows)
     cifar10.load(folder)  # fetched once, and a clear word before any process starts
     run_grid(runs, Images(folder), Store(results / "cifar10.jsonl"), processes=processes, ray=ray)
 
 
 def choose_recipe(
     *,
-    results: Path = Path("results"),
+    results: Path = Path("out/results"),
     folder: Path | None = None,
     processes: int | None = None,
     ray: str | None = None,

@@ -155,8 +155,8 @@ class Fig2Result:
 
 
 def run(
-    figures: Path = Path("docs/figures"),
-    results: Path = Path("results"),
+    figures: Path = Path("out/figures"),
+    results: Path = Path("out/results"),
     seed: int = 0,
     networks: int = 10_000,
 ) -> Fig2Result:

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from markupsafe import Markup
 
 from deepsquare.report.evidence import Findings, Line, Result, Schedule
-from deepsquare.report.statistics import Interval, interval
+from deepsquare.statistics import Interval, interval
 
 LANE = 12  # pixels a marker
 REACH = 2.0  # points beyond the paper's claims: what of ours lies farther out is an arrow at the edge

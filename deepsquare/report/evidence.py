@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepsquare.experiments.tables import Entry, PaperTable
-from deepsquare.report.statistics import Interval, interval, paired
-from deepsquare.report.verdict import SEEDS, Verdict, judge
 from deepsquare.results import Row, Store
+from deepsquare.statistics import Interval, interval, paired
+from deepsquare.verdict import SEEDS, Verdict, judge
 
 OWN = ("spec", "dropout")  # what a recipe says on the network; the rest is common to the runs that are compared
 
@@ -136,9 +136,7 @@ def load(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
             found = Store(path).rows()
         notes += [str(warning.message).replace(str(path), path.name) for warning in caught]
         for row in found:
-            # One run may have two labels: Square-Pooling of Table 3 is DeepSquare3 of Table 2.
-            label = "" if "spec" in row.recipe else row.row
-            rows.setdefault(json.dumps([row.experiment, label, row.seed, row.recipe], sort_keys=True), row)
+            rows.setdefault(row.key, row)
     return list(rows.values()), notes
 
 

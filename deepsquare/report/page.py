@@ -11,14 +11,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from deepsquare import verdict
 from deepsquare._files import replacing
 from deepsquare.cost import short
 from deepsquare.experiments.tables import TABLES
-from deepsquare.report import curves, figures, network, spirals, verdict
+from deepsquare.report import curves, figures, network, spirals
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
-from deepsquare.report.statistics import Interval
-from deepsquare.report.verdict import Verdict
 from deepsquare.results import Row
+from deepsquare.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
         "short": short,
         "share": share,
         "recipe": recipe,
-        "measured": measured,
     }
     for name in ("summary.md", "index.html"):
         text = templates.get_template(f"{name}.j2").render(content)
@@ -165,16 +164,6 @@ def _seeds(rows: Sequence[Row]) -> str:
 
 def _versions(row: Row) -> str:
     return ", ".join(f"{name} {version}" for name, version in row.versions.items() if version)
-
-
-def measured(found: Interval, signed: bool = False) -> str:
-    """A mean of any size and half its interval, to the second digit of the latter."""
-    sign = "+" if signed else ""
-    if not found.bounded or found.half == 0:
-        return f"{found.mean:{sign}.4g}".replace("-", "−")
-    exponent = int(f"{found.half:.1e}".partition("e")[2])
-    digits = max(0, 1 - exponent)
-    return f"{found.mean:{sign}.{digits}f} ± {found.half:.{digits}f}".replace("-", "−")
 
 
 def share(fraction: float) -> str:

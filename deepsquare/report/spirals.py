@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepsquare.report.statistics import Interval
-from deepsquare.report.verdict import SEEDS, Verdict
+from deepsquare.experiments.spirals.intervals import BETTER
 from deepsquare.results import Row
+from deepsquare.statistics import Interval
+from deepsquare.verdict import Verdict, judge_sign
 
 LABELS = {
     "test_loss": "test loss",
@@ -20,7 +21,6 @@ LABELS = {
     "relu": "ReLU",
     "relu_square": "ReLU-Square",
 }
-BETTER = {"test_loss": -1, "test_accuracy": 1, "roughness": -1, "sharpest_turn": -1}  # which way the paper claims
 PERFORMANCE = ("test_loss", "train_loss", "test_accuracy")  # Figures 4 and 6; the rest is smoothness: 3 and 5
 
 
@@ -71,21 +71,13 @@ def finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
 
 def _interval(row: Row, name: str, stored: Mapping[str, float]) -> Interval:
     """A stored mean; accuracies in per cent."""
-    unit = 100 if "accuracy" in name else 1
-    return Interval(unit * stored["mean"], unit * (stored["high"] - stored["low"]) / 2, len(row.metrics[name]))
+    return Interval.read(stored, len(row.metrics[name]), 100 if "accuracy" in name else 1)
 
 
 def _difference(row: Row, name: str, stored: Mapping[str, float]) -> Difference:
     interval = _interval(row, name, stored)
-    claim = judge(BETTER[name], interval) if name in BETTER else None
+    claim = judge_sign(BETTER[name], interval) if name in BETTER else None
     return Difference(interval, stored.get("share_better"), claim)
-
-
-def judge(sign: int, difference: Interval) -> Verdict:
-    """Whether the difference has the sign that the paper claims: the rule of the tables, without a margin."""
-    if difference.n < SEEDS or difference.holds(0):
-        return Verdict.INCONCLUSIVE
-    return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY
 
 
 def costs(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Any]]:

@@ -1,7 +1,6 @@
 """The run behind Figures 3 to 6: tune, train on fresh seeds, measure, explain, draw and store."""
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,10 +15,12 @@ from rich.table import Table
 from deepsquare._files import make_writable, replacing
 from deepsquare.data.spirals import Array
 from deepsquare.experiments.spirals import ablation, draw, measures
-from deepsquare.experiments.spirals.intervals import difference, mean, rounded, settled
+from deepsquare.experiments.spirals.intervals import BETTER, difference, mean, rounded, settled
 from deepsquare.experiments.spirals.networks import ACTIVATIONS, ONE_ARM, THREE_ARMS, Task, one_thread
 from deepsquare.experiments.spirals.tuning import QUANTILES, Trained, Tuned, quantiles, retrain, tune
 from deepsquare.results import Row, conditions
+from deepsquare.statistics import Interval
+from deepsquare.verdict import Verdict, judge_sign
 
 TASKS = (ONE_ARM, THREE_ARMS)
 BOUNDARIES = 20  # how many networks of an activation have their decision boundaries followed
@@ -39,12 +40,10 @@ class SpiralsResult:
         """What a row found, by its name: ``one-arm/relu_square``."""
         return next(found.metrics for found in self.rows if found.row == row)
 
-    def verdict(self, task: str, metric: str = "test_loss") -> str:
+    def verdict(self, task: str, metric: str = "test_loss") -> Verdict:
         """Whether ReLU-Square is better than ReLU, as the paper claims, by the interval of the difference."""
-        found = self.metrics(f"{task}/relu_square")["against_relu"][metric]
-        sign = 1 if metric == ACCURACY else -1
-        low, high = sorted((sign * found["low"], sign * found["high"]))
-        return "claim holds" if low > 0 else "contrary" if high < 0 else "inconclusive"
+        found = self.metrics(f"{task}/relu_square")
+        return judge_sign(BETTER[metric], Interval.read(found["against_relu"][metric], len(found[metric])))
 
     def __rich__(self) -> Table:
         """The summary, with the verdict on what Section 3.2 claims."""
@@ -55,11 +54,12 @@ class SpiralsResult:
             table.add_row(f"[bold]{task.name}[/bold]")
             for name in ACTIVATIONS:
                 found = self.metrics(f"{task.name}/{name}")
+                n = len(found["test_loss"])
                 table.add_row(
                     draw.NAMES[name],
-                    _shown(found["means"]["test_loss"], 1000),
-                    _shown(found["against_relu"]["test_loss"], 1000) if name != "relu" else "",
-                    _shown(found["means"][ACCURACY], 100) if task is THREE_ARMS else "",
+                    Interval.read(found["means"]["test_loss"], n, 1000).shown(),
+                    Interval.read(found["against_relu"]["test_loss"], n, 1000).shown() if name != "relu" else "",
+                    Interval.read(found["means"][ACCURACY], n, 100).shown() if task is THREE_ARMS else "",
                     f"{found['means']['sharpest_turn']['mean']:.1f}°",
                 )
             table.add_section()
@@ -70,7 +70,7 @@ class SpiralsResult:
         for task in TASKS:
             claims = {"test_loss": "loss", ACCURACY: "accuracy", "sharpest_turn": "smoothness"}
             known = self.metrics(f"{task.name}/relu_square")["against_relu"]
-            verdicts = [f"{word} {self.verdict(task.name, key)}" for key, word in claims.items() if key in known]
+            verdicts = [f"{word} {self.verdict(task.name, key).value}" for key, word in claims.items() if key in known]
             lines.append(f"  {task.name}: {'; '.join(verdicts)}")
             better = self.metrics(f"settings/{task.name}")["relu_square_better"]
             counts, steps = (", ".join(str(found[key]) for found in better) for key in ("settings", "steps"))
@@ -78,16 +78,9 @@ class SpiralsResult:
         return "\n".join([*lines, f"figures: {self.figures[0].parent}", f"rows: {self.results}"])
 
 
-def _shown(found: Mapping[str, float], factor: float = 1) -> str:
-    """The mean and half its interval, to the second digit of the latter."""
-    mean, half = factor * found["mean"], factor * (found["high"] - found["low"]) / 2
-    digits = max(0, 1 - math.floor(math.log10(half))) if half > 0 else 3
-    return f"{mean:.{digits}f} ± {half:.{digits}f}"
-
-
 def run(
-    figures: Path = Path("docs/figures"),
-    results: Path = Path("results"),
+    figures: Path = Path("out/figures"),
+    results: Path = Path("out/results"),
     *,
     seed: int = 0,
     seeds: int = 100,
@@ -171,8 +164,8 @@ class _Run:
             metrics["means"] = {metric: mean(settled(values)) for metric, values in found[name].items()}
             if name != "relu":
                 metrics["against_relu"] = {
-                    metric: difference(found[name][metric], found["relu"][metric], 1 if metric == ACCURACY else -1)
-                    for metric in ("test_loss", ACCURACY, "roughness", "sharpest_turn")
+                    metric: difference(found[name][metric], found["relu"][metric], sign)
+                    for metric, sign in BETTER.items()
                     if metric in found[name]
                 }
             if task is ONE_ARM and name in ablation.PAIR:  # the others have no kink

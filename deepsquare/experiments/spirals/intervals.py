@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 from deepsquare.data.spirals import Array
+from deepsquare.statistics import interval
+
+BETTER = {"test_loss": -1, "test_accuracy": 1, "roughness": -1, "sharpest_turn": -1}  # which way the paper claims
 
 
 def settled(values: Array, worst: float | None = None) -> Array:
@@ -18,10 +20,9 @@ def settled(values: Array, worst: float | None = None) -> Array:
 
 def mean(values: Array) -> dict[str, float]:
     """The mean and its 95% interval by Student's t distribution."""
-    n = len(values)
-    half = float(stats.t.ppf(0.975, n - 1)) * float(np.std(values, ddof=1)) / n**0.5
-    middle = float(np.mean(values))
-    found = rounded([middle, middle - half, middle + half], 5)
+    middle = interval(values)
+    assert middle is not None
+    found = rounded([middle.mean, middle.low, middle.high], 5)
     return {name: value for name, value in zip(("mean", "low", "high"), found, strict=True) if value is not None}
 
 

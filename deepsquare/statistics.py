@@ -20,6 +20,11 @@ class Interval:
     half: float
     n: int
 
+    @classmethod
+    def read(cls, stored: Mapping[str, float], n: int, unit: float = 1) -> Interval:
+        """An interval of a row of the store, in which it has its ends, times ``unit``."""
+        return cls(unit * stored["mean"], unit * (stored["high"] - stored["low"]) / 2, n)
+
     @property
     def low(self) -> float:
         """The lower end."""
@@ -39,8 +44,16 @@ class Interval:
         """Whether ``value`` lies within."""
         return self.low <= value <= self.high
 
+    def shown(self, signed: bool = False) -> str:
+        """``mean ± half``, to the second digit of the latter."""
+        sign = "+" if signed else ""
+        if not self.bounded or self.half == 0:
+            return f"{self.mean:{sign}.4g}".replace("-", "−")
+        digits = max(0, 1 - int(f"{self.half:.1e}".partition("e")[2]))
+        return f"{self.mean:{sign}.{digits}f} ± {self.half:.{digits}f}".replace("-", "−")
 
-def interval(values: Sequence[float]) -> Interval | None:
+
+def interval(values: Sequence[float] | np.ndarray) -> Interval | None:
     """Mean ± t·s/√n with n − 1 degrees of freedom; None for no values."""
     n = len(values)
     if n == 0:

@@ -1,10 +1,10 @@
-"""The verdict on one claim of a table. The page states this rule; change both together."""
+"""The verdict on a claim of the paper. The page states this rule; change both together."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from deepsquare.report.statistics import Interval
+from deepsquare.statistics import Interval
 
 SEEDS = 3  # with fewer nothing is concluded
 NO_DIFFERENCE = 0.1  # points: a claim below it is a claim of no difference
@@ -40,6 +40,13 @@ def judge(claim: float | None, improvement: Interval | None, runs: int, diverged
     else:
         same, other = (low > 0, high < 0) if claim > 0 else (high < 0, low > 0)
     return Verdict.REPRODUCED if same else Verdict.CONTRARY if other else Verdict.INCONCLUSIVE
+
+
+def judge_sign(sign: int, difference: Interval) -> Verdict:
+    """Whether a difference has the sign that the paper claims, where it gives no number."""
+    if difference.n < SEEDS or difference.holds(0):
+        return Verdict.INCONCLUSIVE
+    return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY
 
 
 def _judge_divergence(runs: int, diverged: int) -> Verdict:
