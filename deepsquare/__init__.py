@@ -10,7 +10,7 @@
 import importlib.util
 
 import deepsquare._torchvision
-from deepsquare import functional, nn
+from deepsquare import functional, nn, peers
 from deepsquare.checkpoint import load, load_weights, save
 from deepsquare.cost import Cost, cost
 from deepsquare.models import create_model, vanilla_cnn
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "load_weights",
     "nn",
+    "peers",
     "save",
     "sites",
     "unequip",

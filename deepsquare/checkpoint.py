@@ -30,6 +30,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "arguments": (dict,),
     "spec": (str,),
     "dropout": (float, int, type(None)),
+    "input_shape": (list, type(None)),
     "folded": (bool,),
 }
 
@@ -52,6 +53,7 @@ def save(model: nn.Module, path: PathLike) -> None:
         "arguments": origin.arguments if origin else {},
         "spec": present.spec if present else "",
         "dropout": present.dropout if present else None,
+        "input_shape": present.sites.input_shape if present else None,
         "folded": is_folded(model),
     }
     try:
@@ -90,7 +92,8 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
     arguments = {key: value for key, value in header["arguments"].items() if key not in WEIGHT_ARGUMENTS}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* started at γ = 0")  # weights follow
-        model = create_model(header["name"], chosen, dropout=header["dropout"], **arguments)
+        shape = header["input_shape"]
+        model = create_model(header["name"], chosen, dropout=header["dropout"], input_shape=shape, **arguments)
     if header["folded"]:
         model = fold(model.eval())
     tensors = load_file(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -16,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from deepsquare._files import make_writable
 from deepsquare.cost import Cost, cost, short
 from deepsquare.data.cifar10 import DataUnavailableError
+from deepsquare.data.cifar10 import load as load_cifar10
 from deepsquare.models import create_model
 from deepsquare.surgery import KINDS, Sites, equip, sites
 
@@ -111,7 +114,7 @@ def _cost_table(name: str, spec: str, shape: tuple[int, ...], base: Cost, equipp
     return table
 
 
-Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "recipe", "all"]
+Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "recipe", "all"]
 
 
 @app.command
@@ -134,7 +137,8 @@ def reproduce(
     A table is a grid of runs that goes on where it stopped, in one process per core or on a Ray cluster.
 
     Args:
-        experiment: Which figure or table; recipe is the choice of the tables' recipe on held-out training images.
+        experiment: Which figure or table; peers are theirs in the vanilla CNN, recipe is the choice of the tables'
+            recipe on held-out training images.
         schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
         seeds: How many seeds: 1 for the tables and 100 for the spirals (fig3 to fig6) if not given.
         rows: Only these rows of the tables, by their labels.
@@ -149,14 +153,26 @@ def reproduce(
     from deepsquare.experiments import cifar10, fig2, spirals, tables
 
     grid: dict[str, Any] = {"results": results, "folder": data, "processes": processes, "ray": ray}
+    grids = {
+        "table2": (tables.TABLE_2,),
+        "table3": (tables.TABLE_3,),
+        "peers": (tables.PEERS,),
+        "all": (tables.TABLE_2, tables.TABLE_3),
+    }
+    chosen = grids.get(experiment, ())
+    if experiment == "all":  # what is wrong is said now, not after the figures
+        cifar10.plan(chosen, schedule, 1 if seeds is None else seeds, rows)
+        if data is not None:
+            load_cifar10(data)
+        for folder in (results, figures, report):
+            make_writable(folder)
     if experiment in ("fig2", "all"):
         fig2.run(figures, results, networks=networks)
     if (experiment.startswith("fig") and experiment != "fig2") or experiment == "all":
         spirals.run(figures, results, **({} if seeds is None or experiment == "all" else {"seeds": seeds}))
     if experiment == "recipe":
         cifar10.choose_recipe(**grid)
-    if experiment.startswith("table") or experiment == "all":
-        chosen = [table for table in (tables.TABLE_2, tables.TABLE_3) if experiment in ("all", f"table{table.number}")]
+    if chosen:
         try:
             cifar10.run_tables(chosen, schedule=schedule, seeds=1 if seeds is None else seeds, rows=rows, **grid)
         except DataUnavailableError as error:
@@ -173,18 +189,21 @@ RESULTS, FIGURES = Path("results"), Path("docs/figures")  # of a clone of the re
 @app.command(name="report")
 def write_report(
     *,
-    results: tuple[Path, ...] = (Path("out/results"), RESULTS),
-    figures: tuple[Path, ...] = (Path("out/figures"), FIGURES),
+    results: tuple[Path, ...] = (),
+    figures: tuple[Path, ...] = (),
     output: Path = Path("out/report"),
 ) -> None:
     """Make the page of all results: the paper's tables and figures with ours beside them.
 
     Args:
-        results: Folders with rows; of runs in several the first counts, and folders that do not exist are passed over.
-        figures: Folders with figures; the first that has one wins.
+        results: Folders with rows; of runs in several the first counts. Usually out/results and results.
+        figures: Folders with figures; the first that has one wins. Usually out/figures and docs/figures.
         output: Folder for index.html and summary.md.
     """
-    _report(results, figures, output)
+    for folder in (*results, *figures):
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no folder; name one that holds rows or figures")
+    _report(results or (Path("out/results"), RESULTS), figures or (Path("out/figures"), FIGURES), output)
 
 
 def _report(results: tuple[Path, ...], figures: tuple[Path, ...], output: Path) -> None:
@@ -196,26 +215,35 @@ def _report(results: tuple[Path, ...], figures: tuple[Path, ...], output: Path) 
 
 @app.command
 def bench(
-    subject: tyro.conf.Positional[Literal["train"]],
+    subject: tyro.conf.Positional[Literal["train", "models"]],
     *,
-    rounds: int = 5,
+    rounds: int | None = None,
     steps: int | None = None,
+    backbones: tuple[str, ...] = (),
+    specs: tuple[str, ...] = (),
     data: Path | None = None,
     results: Path = Path("out/results"),
 ) -> None:
     """Measure side by side, in turns within one run.
 
     Args:
-        subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader.
-        rounds: Turns of each contestant.
-        steps: Training steps of a turn; one epoch when not given.
-        data: Folder with CIFAR-10; fetched and cached when not given.
-        results: Folder for the row.
+        subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader; models is
+            every technique and peer against its plain network.
+        rounds: Turns of each contestant: 5 for train and 9 for models if not given.
+        steps: Of train, the training steps of a turn; one epoch when not given.
+        backbones: Of models, the networks; the paper's four when not given.
+        specs: Of models, what is put into them; all techniques and peers when not given.
+        data: Of train, the folder with CIFAR-10; fetched and cached when not given.
+        results: Folder for the rows.
     """
-    from deepsquare.bench import train
+    from deepsquare.bench import models, train
 
-    assert subject == "train"
-    train.run(rounds=rounds, steps=steps, folder=data, results=results)
+    if subject == "train":
+        train.run(rounds=5 if rounds is None else rounds, steps=steps, folder=data, results=results)
+    else:
+        turns = 9 if rounds is None else rounds
+        chosen = backbones or models.BACKBONES, specs or models.SPECS
+        models.run(*chosen, rounds=turns, results=results)
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
@@ -225,6 +253,9 @@ def _note(message: Warning | str, *_: object, **__: object) -> None:
 def main() -> None:
     """Entry point; a caller's mistake ends in one clear line, not in a traceback."""
     warnings.showwarning = _note
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal of ASCII shows ? where it has no sign
     if sys.argv[1:] == ["--version"]:
         print(f"deepsquare {metadata.version('deepsquare')}")
         return
@@ -235,6 +266,6 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"deepsquare: error: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, MemoryError) as error:
+        print(f"deepsquare: error: {error or 'there is not enough memory; ask for less'}", file=sys.stderr)
         sys.exit(2)

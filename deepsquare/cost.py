@@ -25,7 +25,14 @@ def _read(x: Tensor, *args: Any, **kwargs: Any) -> int:
 
 # torch's counter knows convolutions and matrix products. What DeepSquare adds are elementwise products, counted here.
 ELEMENTWISE: dict[Any, Any] = {aten.mul: _written, aten.pow: _written, aten.linalg_vector_norm: _read}
-for _count in ELEMENTWISE.values():
+
+
+def _eigenvectors(matrix: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 9 * matrix.numel() * matrix.shape[-1]  # Golub and Van Loan, Matrix Computations: 9n³ for the symmetric QR
+
+
+OTHERS: dict[Any, Any] = {aten._linalg_eigh: _eigenvectors}
+for _count in (*ELEMENTWISE.values(), *OTHERS.values()):
     _count._get_raw = True  # asks torch's counter for tensors instead of shapes
 
 
@@ -35,7 +42,8 @@ class Cost:
 
     Attributes:
         parameters: learnable numbers.
-        macs: multiply-accumulates of convolutions and fully connected layers (torch's own count, halved).
+        macs: multiply-accumulates of convolutions, fully connected layers and other matrix products (torch's own
+            count, halved), and of eigendecompositions.
         products: elementwise products: squares, rescalings, gates.
         activation_bytes: what a training step keeps of the forward pass for the backward pass.
     """
@@ -78,7 +86,7 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
         return tensor
 
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE)
+    counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE | OTHERS)
     try:
         with torch.device("meta"), counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = model(torch.empty(shape, dtype=anchor.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -94,13 +94,21 @@ def vanilla_cnn(num_classes: int = 10) -> VanillaCNN:
     return VanillaCNN(num_classes)
 
 
-def create_model(name: str, spec: str = "", *, dropout: float | None = None, **arguments: Any) -> nn.Module:
+def create_model(
+    name: str,
+    spec: str = "",
+    *,
+    dropout: float | None = None,
+    input_shape: Sequence[int] | None = None,
+    **arguments: Any,
+) -> nn.Module:
     """Build a model by name and equip it.
 
     Args:
         name: ``vanilla_cnn`` or a name of torchvision or timm; ``torchvision/NAME`` and ``timm/NAME`` say which zoo.
         spec: words joined by ``+``; empty for the base model.
         dropout: ratio before the last fully connected layer, see :func:`deepsquare.equip`.
+        input_shape: shape of one input without the batch, if not the model's usual one; GE-θ is built for it.
         arguments: for the zoo's own builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
     """
     zoo, builder = _find(name)
@@ -119,7 +127,7 @@ def create_model(name: str, spec: str = "", *, dropout: float | None = None, **a
             stored["init_weights"] = False
     origin = Origin(f"{zoo}/{name.split('/')[-1]}" if zoo else name, stored)
     model.deepsquare_origin = origin  # type: ignore[assignment]  # a plain attribute, no submodule
-    return equip(model, spec, dropout=dropout)
+    return equip(model, spec, dropout=dropout, input_shape=input_shape)
 
 
 def _torchvision_names() -> list[str]:

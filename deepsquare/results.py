@@ -45,6 +45,22 @@ class Row:
     commit: str | None = None
     date: str = ""
 
+    def __post_init__(self) -> None:
+        for name, types, expected in (
+            ("experiment", str, "a string"),
+            ("row", str, "a string"),
+            ("seed", int, "a whole number"),
+            ("recipe", Mapping, "an object"),
+            ("metrics", Mapping, "an object"),
+            ("seconds", (int, float), "a number"),
+            ("versions", Mapping, "an object"),
+            ("hardware", str, "a string"),
+            ("commit", (str, type(None)), "a string or null"),
+            ("date", str, "a string"),
+        ):
+            if not isinstance(getattr(self, name), types):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected {expected}")
+
     @property
     def key(self) -> str:
         """What makes a run the same run: everything that decides its outcome."""
@@ -85,11 +101,11 @@ class Store:
         """Add a row with its conditions, unless the store has one of its key; whether it was added."""
         complete = Row(**{**asdict(row), **conditions()})
         with self._locked() as file:
-            _drop_cut_line(file)
+            _end_last_line(file)
             if any(present.key == row.key for present in self.rows()):
                 return False
             start = file.seek(0, os.SEEK_END)
-            line = json.dumps(asdict(complete), ensure_ascii=False).encode() + b"\n"
+            line = json.dumps(asdict(complete), ensure_ascii=False, allow_nan=False).encode() + b"\n"
             try:
                 if file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -109,11 +125,19 @@ class Store:
             yield file  # closing the file gives the lock back
 
 
-def _drop_cut_line(file: FileIO) -> None:
-    """Remove what follows the last newline."""
+def _end_last_line(file: FileIO) -> None:
+    """End the last line if it is a whole row; remove it if it was cut."""
     file.seek(0)
-    whole = file.read().rfind(b"\n") + 1
-    file.truncate(whole)
+    written = file.read()
+    end = written.rfind(b"\n") + 1
+    if end == len(written):
+        return
+    try:
+        Row(**json.loads(written[end:]))
+    except (ValueError, TypeError):
+        file.truncate(end)
+    else:
+        file.write(b"\n")
 
 
 def conditions() -> dict[str, Any]:
@@ -130,13 +154,19 @@ def _fixed_conditions() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "--quiet", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git
-        commit = ""
     return {
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "deepsquare": version},
         "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs",
-        "commit": commit or None,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """The commit of this package's own repository, not of one that it happens to be installed in."""
+    root = Path(__file__).parent.parent
+    git = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split("\n")
+    except OSError:  # no git
+        return None
+    return said[1] if len(said) > 1 and Path(said[0]) == root.resolve() else None

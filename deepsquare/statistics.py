@@ -1,4 +1,4 @@
-"""Means with 95% intervals, by Student's t distribution over the seeds."""
+"""Means with 95% intervals by Student's t distribution, and medians with theirs by ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 CONFIDENCE = 0.95
@@ -53,7 +54,7 @@ class Interval:
         return f"{self.mean:{sign}.{digits}f} ± {self.half:.{digits}f}".replace("-", "−")
 
 
-def interval(values: Sequence[float] | np.ndarray) -> Interval | None:
+def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> Interval | None:
     """Mean ± t·s/√n with n − 1 degrees of freedom; None for no values."""
     n = len(values)
     if n == 0:
@@ -68,3 +69,29 @@ def interval(values: Sequence[float] | np.ndarray) -> Interval | None:
 def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
     """The interval of the differences ``values − base`` over the seeds that both have."""
     return interval([values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())])
+
+
+@dataclass(frozen=True)
+class Median:
+    """A median and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def median(values: Sequence[float]) -> Median:
+    """For times, which have outliers: the interval goes by the ranks, and with fewer than 9 it is the range."""
+    ordered = sorted(values)
+    rank = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1)
+    return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])
+
+
+def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:
+    """How many times as large as ``base``, measured in turns: the median over the turns."""
+    return median([value / other for value, other in zip(values, base, strict=True)])
+
+
+def rounded(values: Sequence[float] | npt.NDArray[np.float64], digits: int = 4) -> list[float | None]:
+    """Values with a few significant digits, None for those that are not finite: JSON has no infinity."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

@@ -44,7 +44,7 @@ def judge(claim: float | None, improvement: Interval | None, runs: int, diverged
 
 def judge_sign(sign: int, difference: Interval) -> Verdict:
     """Whether a difference has the sign that the paper claims, where it gives no number."""
-    if difference.n < SEEDS or difference.holds(0):
+    if difference.n < SEEDS or not difference.bounded or difference.holds(0):
         return Verdict.INCONCLUSIVE
     return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY
 

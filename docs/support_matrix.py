@@ -32,10 +32,11 @@ from torch.nn import functional as F
 
 import deepsquare as ds
 from deepsquare.surgery import PREFIX, TECHNIQUES, Sites
+from deepsquare.surgery.techniques import PEERS
 
 ROOT = Path(__file__).parent.parent
 ROWS, PAGE = ROOT / "results" / "support.jsonl", ROOT / "docs" / "support.md"
-WORDS = [word for word, technique in TECHNIQUES.items() if technique.kind is not None]
+WORDS = [word for word, technique in TECHNIQUES.items() if technique.kind is not None and word not in PEERS]
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")
 # timm's modules of transformers, of hybrids with attention or state-space layers, and of MLPs. All others are CNNs.
 OTHER_NETWORKS = {

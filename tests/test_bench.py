@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deepsquare.bench import train
+from deepsquare.bench import models, train
+from deepsquare.report import peers
 from deepsquare.results import Store
 
 
@@ -16,6 +17,7 @@ def test_ratios_are_medians_over_the_rounds() -> None:
     assert bench.ratio("deepsquare", "deepsquare") == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:random images stand in")
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = train.run(rounds=2, steps=2, results=tmp_path)
     assert set(bench.seconds) == set(train.CONTESTANTS)
@@ -24,6 +26,26 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "times as fast as torchvision" in capsys.readouterr().out.replace("\n", " ")
     (row,) = Store(tmp_path / "bench.jsonl").rows()
     assert row.metrics["seconds"] == bench.seconds
+
+
+def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.run(["shufflenet_v2_x0_5"], ["pooling", "se"], rounds=2, results=tmp_path)
+    assert "time relative to the plain network" in " ".join(capsys.readouterr().out.split())
+    (row,) = Store(tmp_path / "bench.jsonl").rows()
+    found = peers.backbones([row])["shufflenet_v2_x0_5"].specs["se"]
+    assert found.cost.parameters > found.base.parameters
+    assert set(found.times) == {models.LATENCY, models.THROUGHPUT, models.TRAINING}
+    assert all(time.low <= time.value <= time.high for time in found.times.values())
+
+
+def test_a_contestant_that_dies_ends_the_benchmark(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no CIFAR-10 in"):
+        train.run(rounds=1, steps=1, folder=tmp_path / "nothing", results=tmp_path)
+    with train._Stage(["bare steps on one batch", "deepsquare"], None) as stage:
+        stage._processes[1].kill()
+        stage._processes[1].join()
+        with pytest.raises(OSError, match="the process of 'deepsquare' was killed"):
+            stage.time("deepsquare", 1)
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_all_sites(shell: Shell) -> None:
         ("info vanilla_cnn --num-classes -1", "vanilla_cnn.*num_classes.*-1"),
         ("reproduce fig2 --networks 0", "networks is 0; expected at least 1"),
         ("reproduce table2 --seeds 0", "seeds is 0; expected at least 1"),
-        ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, DeepSquare3"),
+        ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, GeM"),
         ("reproduce table2 --data nowhere", "nowhere"),
         ("bench train --rounds 0", "rounds is 0"),
     ],

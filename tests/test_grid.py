@@ -131,6 +131,12 @@ def test_bad_input(tmp_path: Path) -> None:
         cifar10.run_tables(seeds=0, results=tmp_path)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_nothing_listens_at_the_address(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"no Ray cluster at '127\.0\.0\.1:9' .*; start one with 'ray start --head'"):
+        run_grid(RUNS, Toy(), Store(tmp_path / "rows.jsonl"), ray="127.0.0.1:9")
+
+
 def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     damaged = checkpoint_of(RUNS[0], store.path)

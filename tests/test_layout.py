@@ -18,6 +18,7 @@ ORDER = (
     "_torchvision",
     "functional",
     "nn",
+    "peers",
     "surgery",
     "models",
     "checkpoint",

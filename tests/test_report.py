@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from deepsquare.report import network, render
 from deepsquare.report.curves import Scale, mean_curve, number
 from deepsquare.report.evidence import find, load
 from deepsquare.results import Row
-from deepsquare.statistics import Interval, interval, paired
+from deepsquare.statistics import Interval, Median, interval, median, paired
 from deepsquare.verdict import Verdict, judge, judge_sign
 
 BASE = (80.00, 81.00, 82.00, 81.00)
@@ -227,7 +227,7 @@ def test_everything_may_be_missing(make: Callable[..., Page], tmp_path: Path) ->
     assert "deepsquare reproduce table2 --schedule long --results results" in page.text
     assert page.line("table2", "DeepSquare6")[2:] == ["divergence", "–"]
     assert page.line("table4", "SP & SEx")[1:4] == ["71.60", "90.17", "+0.62"]
-    assert page.line("table6", "GE-θ")[1:] == ["22%", "78.00", "94.13", "peer not built yet", "–"]
+    assert page.line("table6", "GE-θ")[1:5] == ["22%", "78.00", "94.13", "1,234,567"]
     assert page.line("table1", "3")[1:] == ["Conv3×3s2", "4×4×128", "4×4×128 ✓", "73,984", "1,179,648"]
     assert page.line("table1", "Sum")[4:] == ["94,762", "2,581,760"]
     assert "| DeepSquare3 | 3_4 | 82.77 | +1.06 |\n" in (path.parent / "summary.md").read_text(encoding="utf-8")
@@ -244,6 +244,57 @@ def test_a_cut_line_and_other_files(make: Callable[..., Page], tmp_path: Path) -
     page = make((), folder)
     assert page.text.count("the last line is cut") == 2
     assert page.line("table2", "DeepSquare3")[5].endswith("✓ reproduced")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"accuracy": "0.7"}, "row DeepSquare3 of cifar10, seed 0, cannot be read"),
+        ({"test_accuracy": 3}, "cannot be read"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(metrics: dict[str, Any], message: str) -> None:
+    odd = row("pooling", 0, 70.0, row="DeepSquare3")
+    with pytest.raises(ValueError, match=message):
+        find(TABLE_2, [replace(odd, metrics={**odd.metrics, **metrics})])
+
+
+def test_a_damaged_fig2_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fig2.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"fig2\.json does not hold the counts of Figure 2"):
+        render([tmp_path], [], tmp_path / "page")
+
+
+def test_medians_by_ranks() -> None:
+    assert median(list(range(1, 10))) == Median(5, 2, 8)  # of 9 the second and the eighth: 96%
+    assert median([3.0, 1.0, 2.0]) == Median(2, 1, 3)
+
+
+def test_peers_on_the_page(make: Callable[..., Page]) -> None:
+    cost = asdict(Cost(100, 1000, 10, 400))
+    dearer = asdict(Cost(110, 1500, 20, 800))
+    seconds = {"inference, batch 1": {"own": [1.5] * 9, "base": [1.0] * 9}}
+    metrics = {"": {"cost": cost}, "se": {"cost": dearer, "seconds": seconds}}
+    bench = Row("bench", "models/resnet50", 0, {"rounds": 9, "threads": 2}, metrics, 1.0)
+    rows = [*rows_of("", BASE), *rows_of("bilinear(size=32)", [value + 1 for value in BASE])]
+    page = make([bench, *rows])
+    assert page.line("peers", "Squeeze-and-Excitation")[1:] == ["10+10%", "+50%", "+100%", "1.50[1.50, 1.50]"]
+    assert "SE: 76.71% at 1.50 times the time" in page.text
+    assert page.line("cifarpeers", "Bilinear (C=32)")[-1].startswith("+1.00")
+    assert "reproduced" not in page.line("cifarpeers", "Bilinear (C=32)")[-1]  # the paper claims nothing
+
+
+def test_one_run_under_two_labels_counts_once() -> None:
+    rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("pooling", BASE, row="Square-Pooling")]
+    findings = find(TABLE_2, rows)
+    assert len(findings.lines[3].results[findings.schedules[0]].runs) == len(BASE)
+
+
+def test_a_blank_first_line_is_no_matter(tmp_path: Path) -> None:
+    folder = write([row("pooling", 0, 80.0)], tmp_path)
+    (path,) = folder.glob("*.jsonl")
+    path.write_text("\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert len(load([folder])[0]) == 1
 
 
 def test_a_run_counts_once_and_the_first_folder_wins(tmp_path: Path) -> None:
@@ -331,6 +382,7 @@ def test_the_rows_of_the_spirals(make: Callable[..., Page]) -> None:
     assert "4 after 9 steps.</p>" in page.text
     assert "deepsquare reproduce fig3" in page.text  # the other task has no rows
     assert judge_sign(-1, Interval(-1, 0.5, 2)) is INCONCLUSIVE
+    assert judge_sign(-1, Interval(-1, math.nan, 5)) is INCONCLUSIVE
 
 
 def test_texts_from_rows_are_escaped(make: Callable[..., Page]) -> None:

@@ -50,6 +50,31 @@ def test_a_cut_last_line_is_passed_over_and_then_removed(tmp_path: Path) -> None
     assert store.path.read_bytes().startswith(whole)
 
 
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    store.append(row(1))
+    store.path.write_bytes(store.path.read_bytes()[:-1])
+    store.append(row(2))
+    assert [found.seed for found in store.rows()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("field", "value"), [("metrics", None), ("recipe", [1]), ("seed", "0"), ("date", None)])
+def test_a_row_of_other_types_is_named(tmp_path: Path, field: str, value: object) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    store.path.write_text(json.dumps(json.loads(store.path.read_text()) | {field: value}) + "\n")
+    with pytest.raises(ValueError, match=rf"line 1: not a row \({field} is .*; expected"):
+        store.rows()
+
+
+def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="JSON"):
+        store.append(row(metrics={"loss": float("nan")}))
+    assert store.rows() == []
+
+
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     store.append(row(0))

@@ -65,6 +65,16 @@ def test_the_options_with_their_defaults() -> None:
         "square": {"after": ""},
         "gem": {"p": 3.0, "learnable": True},
         "lp": {"p": 2.0, "sigma": 0.25},
+        "se": {"reduction": 16, "after": ""},
+        "ge_theta_minus": {"extent": 0, "after": ""},
+        "ge_theta": {"extent": 0, "after": ""},
+        "ge_theta_plus": {"extent": 0, "reduction": 16, "after": ""},
+        "gsop": {"size": 128, "last": True, "dense": False},
+        "mpn_cov": {"size": 256, "dense": True},
+        "isqrt_cov": {"size": 256, "iterations": 5, "dense": True},
+        "bilinear": {"size": 128},
+        "compact_bilinear": {"size": 8192},
+        "fisher": {"components": 16, "size": 64},
     }
 
 

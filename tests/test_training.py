@@ -1,8 +1,11 @@
 """The training loop: its steps against plain ones, its end on divergence, and runs that go on after a stop."""
 
+import errno
 import math
+import os
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,9 @@ class Points:
         yield self.points, self.labels
 
 
-def network(seed: int = 0) -> nn.Module:
+def network(seed: int = 0, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2))
 
 
 RECIPE = Recipe(epochs=4, rate=0.05, warmup=1.0, weight_decay=1e-3)
@@ -67,11 +70,13 @@ def test_the_rate_rises_linearly_and_falls_by_a_cosine() -> None:
         ("momentum", 0.0, "nesterov is True; expected False where momentum is 0"),
         ("weight_decay", -1.0, "weight_decay is -1.0; expected at least 0"),
         ("pad", -1, "pad is -1; expected at least 0"),
+        ("batch", 2.5, "batch is 2.5; expected int"),
+        ("flip", "no", "flip is 'no'; expected bool"),
     ],
 )
 def test_a_recipe_says_what_is_wrong(field: str, value: float, message: str) -> None:
     arguments: dict[str, Any] = {"epochs": 4, field: value}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Recipe(**arguments)
 
 
@@ -125,14 +130,16 @@ def stop_after(epochs: int) -> Any:
     return on_epoch
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("epochs", [1, 3, 4])
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path: Path, epochs: int) -> None:
-    data, whole, stopped = Points(), network(), network()
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path: Path, epochs: int, dropout: float) -> None:
+    data, whole = Points(), network(dropout=dropout)
     expected = fit(whole, data, RECIPE, data.evaluation)
     place = tmp_path / "run.pt"
+    stopped = network(dropout=dropout)
     with pytest.raises(StoppedError):
         fit(stopped, data, RECIPE, data.evaluation, checkpoint=place, identity="a", on_epoch=stop_after(epochs))
-    resumed = network(seed=99)
+    resumed = network(99, dropout)
     history = fit(resumed, data, RECIPE, data.evaluation, checkpoint=place, identity="a")
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
@@ -144,15 +151,21 @@ def test_a_checkpoint_of_another_run_or_none_is_refused(tmp_path: Path) -> None:
     data, place = Points(), tmp_path / "run.pt"
     fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
     before = place.read_bytes()
-    with pytest.raises(ValueError, match=r"belongs to another run: a; expected b\. Remove it or give another place"):
+    with pytest.raises(
+        ValueError, match=r"another run: its identity is a; expected b\. Remove it or give another place"
+    ):
         fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="b")
+    with pytest.raises(ValueError, match=r"another run: its recipe is .*'momentum': 0.9.* expected .*'momentum': 0.5"):
+        fit(network(), data, replace(RECIPE, momentum=0.5), data.evaluation, checkpoint=place, identity="a")
+    with pytest.raises(ValueError, match=r"run\.pt belongs to another model: "):
+        fit(nn.Linear(2, 2), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
     assert place.read_bytes() == before
     for damaged in (b"", before[: len(before) // 2], b"nonsense"):
         place.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"is not a training checkpoint.*remove it to start anew"):
             fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
     torch.save({"version": 1, "progress": {}}, place)
-    with pytest.raises(ValueError, match="belongs to another run"):
+    with pytest.raises(ValueError, match=r"has no model, optimiser; remove it to start anew"):
         fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
 
 
@@ -177,6 +190,41 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_lost() ->
         fit(model, data, RECIPE, data.evaluation)
     assert info.value.history.epochs == 1
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_an_evaluation_that_is_not_finite_is_divergence() -> None:
+    class OnlyInTraining(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 if self.training else math.nan)
+
+    data = Points()
+    with pytest.raises(DivergedError, match="epoch 1: the evaluation's loss is nan"):
+        fit(OnlyInTraining(2, 2), data, RECIPE, data.evaluation)
+
+
+def test_other_errors_are_no_divergence() -> None:
+    class Faulty(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / (1 // 0)
+
+    data, none = Points(), Points(count=0)
+    with pytest.raises(ZeroDivisionError):
+        fit(Faulty(2, 2), data, RECIPE, data.evaluation)
+    with pytest.raises(ValueError, match="an epoch has no batches"):
+        fit(network(), none, RECIPE, data.evaluation)
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        fit(network(), data, RECIPE, lambda: [])
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    data = Points()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"cannot write the checkpoint .*run\.pt \(No space left on device\); make room"):
+        fit(network(), data, RECIPE, data.evaluation, checkpoint=tmp_path / "run.pt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_loss_that_stays_above_a_guess_counts_as_diverged() -> None:

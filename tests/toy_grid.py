@@ -1,5 +1,6 @@
 """A grid small enough to be killed many times: ``python toy_grid.py STORE [slow] [ray]``."""
 
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ class Toy:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     ray = "local" if "ray" in sys.argv[2:] else None
     source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
     run_grid(RUNS, source, Store(Path(sys.argv[1])), processes=2, ray=ray)

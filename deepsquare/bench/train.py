@@ -10,7 +10,9 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepsquare import _torchvision  # noqa: F401  # before torchvision
+from deepsquare._files import make_writable
 from deepsquare.cost import cost
 from deepsquare.data import cifar10
 from deepsquare.data.memory import LabelledImages, MemoryBatches, Normalisation
@@ -183,6 +186,8 @@ def run(
     """
     if rounds < 1 or (steps is not None and steps < 1):
         raise ValueError(f"rounds is {rounds} and steps is {steps}; expected at least 1")
+    make_writable(results)
+    data = _source(folder)
     recipe = SCHEDULES["short"]
     whole = IMAGES_PER_EPOCH // recipe.batch
     steps = steps or whole
@@ -199,7 +204,7 @@ def run(
     gflop = (3 * one_pass - first) * whole * recipe.batch / 1e9
     bench = TrainBench(seconds, gflop, _gemm_speed(), torch.get_num_threads())
     rich.print(bench)
-    described = {"rounds": rounds, "steps": steps, "batch": recipe.batch, "threads": bench.threads}
+    described = {"rounds": rounds, "steps": steps, "batch": recipe.batch, "threads": bench.threads, "data": data}
     metrics = {"seconds": seconds, "gflop_per_epoch": gflop, "gemm_gflops": bench.gemm}
     row = Row("bench", "train", int(time.time()), described, metrics, round(time.perf_counter() - start, 1))
     Store(results / "bench.jsonl").append(row)
@@ -223,28 +228,46 @@ class _Stage:
         context = multiprocessing.get_context("spawn")
         self._pipes: dict[str, Any] = {}
         self._processes = []
+        self._theirs: list[Any] = []
         for name in names:
             self._pipes[name], theirs = context.Pipe()
+            self._theirs.append(theirs)
             self._processes.append(context.Process(target=_serve, args=(name, folder, theirs)))
 
     def __enter__(self) -> _Stage:
         for process in self._processes:
             process.start()
-        for pipe in self._pipes.values():
-            pipe.recv()  # ready
+        for theirs in self._theirs:
+            theirs.close()  # so that the end of a process ends its pipe
+        try:
+            for name in self._pipes:
+                self._answer(name)  # ready
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes.values():
-            pipe.send(0)
+            with suppress(OSError):  # of a process that has ended
+                pipe.send(0)
         for process in self._processes:
-            process.join()
+            process.join(timeout=10)
+            process.terminate()
 
     def time(self, name: str, steps: int) -> float:
         """Seconds that a contestant takes for so many steps."""
-        self._pipes[name].send(steps)
-        seconds: float = self._pipes[name].recv()
+        seconds: float = self._answer(name, steps)
         return seconds
+
+    def _answer(self, name: str, steps: int | None = None) -> Any:
+        try:
+            if steps is not None:
+                self._pipes[name].send(steps)
+            return self._pipes[name].recv()
+        except (EOFError, OSError) as error:
+            reason = f"the process of {name!r} was killed, perhaps for want of memory; run the same command again"
+            raise OSError(reason) from error
 
 
 def _serve(name: str, folder: Path | None, pipe: Any) -> None:
@@ -254,6 +277,16 @@ def _serve(name: str, folder: Path | None, pipe: Any) -> None:
         start = time.perf_counter()
         turn(steps)
         pipe.send(time.perf_counter() - start)
+
+
+def _source(folder: Path | None) -> str:
+    """What the data are; a wrong folder is an error here, before any process starts."""
+    try:
+        cifar10.load(folder)
+        return "CIFAR-10"
+    except cifar10.DataUnavailableError as error:
+        warnings.warn(f"random images stand in for CIFAR-10, which takes the same time: {error}", stacklevel=2)
+        return "random images"
 
 
 def _images(folder: Path | None) -> LabelledImages:

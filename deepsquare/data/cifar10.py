@@ -81,7 +81,7 @@ class Form:
     fetch: Callable[[Form, Path], AbstractContextManager[IO[bytes]]]
 
 
-def load(folder: str | Path | None = None, *, cache: Path | None = None) -> Cifar10:
+def load(folder: str | Path | None = None, *, cache: str | Path | None = None) -> Cifar10:
     """CIFAR-10 from ``folder``, or else from the cache, which is filled by a download when it is empty.
 
     Args:
@@ -90,7 +90,7 @@ def load(folder: str | Path | None = None, *, cache: Path | None = None) -> Cifa
     """
     if folder is not None:
         return _from_folder(Path(folder).expanduser())
-    cache = cache_folder() if cache is None else cache
+    cache = cache_folder() if cache is None else Path(cache)
     path = cache / "cifar10.safetensors"
     unusable = (OSError, ValueError, SafetensorError)
     try:
@@ -272,7 +272,7 @@ def _fetched(cache: Path) -> Cifar10:
 @contextmanager
 def _download(form: Form, cache: Path) -> Iterator[IO[bytes]]:
     """The archive in a file without a name: however this ends, nothing stays behind."""
-    beside = cache if os.access(cache, os.W_OK) else None
+    beside = cache if cache.is_dir() and os.access(cache, os.W_OK) else None
     with tempfile.TemporaryFile(dir=beside) as file:
         with urllib.request.urlopen(form.origin, timeout=TIMEOUT) as response:
             while (block := response.read(2**20)) and file.tell() <= form.size:

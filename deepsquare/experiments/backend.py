@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -101,8 +102,9 @@ class RayBackend:
             raise ValueError("--ray needs Ray: pip install 'deepsquare[ray]'") from error
         self._ray: Any = ray
         try:
+            _require_listener(address)
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except ConnectionError as error:
+        except OSError as error:
             raise OSError(f"no Ray cluster at {address!r} ({error}); start one with 'ray start --head'") from error
         self.workers = int(self._ray.cluster_resources().get("CPU", 1))
         self._queue = Queue(actor_options={"num_cpus": 0})
@@ -128,6 +130,13 @@ class RayBackend:
     def stop(self) -> None:
         """Leave the cluster; its tasks of this grid end with it."""
         self._ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Fail at once where nothing answers at ``host:port``: Ray itself would try for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _work_on_ray(task: WorkerTask, reports: Any) -> Row | None:

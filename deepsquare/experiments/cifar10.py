@@ -17,7 +17,7 @@ from torch import Tensor
 from deepsquare.data import cifar10
 from deepsquare.data.memory import LabelledImages, MemoryBatches, plain_batches
 from deepsquare.experiments.grid import Evaluation, Run, run_grid
-from deepsquare.experiments.tables import TABLE_2, TABLE_3, PaperTable
+from deepsquare.experiments.tables import PEERS, TABLE_2, TABLE_3, PaperTable
 from deepsquare.results import Store
 from deepsquare.training import Recipe
 
@@ -60,12 +60,12 @@ def _parts(folder: Path | None, held_out: int) -> tuple[LabelledImages, Labelled
 
 
 def methods(*tables: PaperTable) -> dict[str, str]:
-    """The distinct models of the tables by label; one that stands in both has one label, that of Table 2."""
-    labels: dict[str | None, str] = {}
-    for entry in (*TABLE_2.entries, *TABLE_3.entries):
+    """The distinct models of the tables by label; one that stands in several has one label, that of the first."""
+    labels: dict[str, str] = {}
+    for entry in (*TABLE_2.entries, *TABLE_3.entries, *PEERS.entries):
         labels.setdefault(entry.spec, entry.label)
     wanted = {entry.spec for table in tables for entry in table.entries}
-    return {label: str(spec) for spec, label in labels.items() if spec in wanted}
+    return {label: spec for spec, label in labels.items() if spec in wanted}
 
 
 def plan(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[Run]:

@@ -24,6 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from rich.markup import escape
 from rich.table import Table
 
 from deepsquare._files import make_writable, replacing
@@ -141,7 +142,7 @@ class Fig2Result:
         """The summary: what was claimed, what was found, and where to see it."""
         table = Table(
             title="Section 3.1: connected components of the two decision regions",
-            caption=f"figure: {self.figure}\nrows: {self.results}",
+            caption=escape(f"figure: {self.figure}\nrows: {self.results}"),
         )
         for heading in ("case", "networks", "claimed", "found", "holds"):
             table.add_column(heading)

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from deepsquare._files import make_writable
 from deepsquare.experiments.backend import Backend, LocalBackend, RayBackend
 from deepsquare.experiments.progress import Progress
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store, key
+from deepsquare.statistics import rounded
 from deepsquare.training import Batches, DivergedError, History, Recipe, fit
 
 try:
@@ -105,7 +107,7 @@ def execute(
         "test_loss": history.loss,
         "test_accuracy": history.accuracy,
     }
-    metrics: dict[str, Any] = {name: [float(f"{value:.5g}") for value in curve] for name, curve in curves.items()}
+    metrics: dict[str, Any] = {name: rounded(curve, 5) for name, curve in curves.items()}
     metrics = {"accuracy": history.accuracy[-1] if history.accuracy else None, "diverged": diverged, **metrics}
     return Row(run.experiment, run.row, run.seed, run.described, metrics, round(history.seconds, 1))
 
@@ -122,7 +124,8 @@ def run_grid(
         return
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}; expected at least 1")
-    checkpoint_of(waiting[0], store.path).parent.mkdir(parents=True, exist_ok=True)
+    make_writable(store.path.parent)
+    checkpoint_of(waiting[0], store.path).parent.mkdir(exist_ok=True)
     workers = min(processes or _cores(), len(waiting))
     tasks = {run.key: Task(run, data, store.path) for run in waiting}
     backend: Backend = LocalBackend(workers) if ray is None else RayBackend(ray)

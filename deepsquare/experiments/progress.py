@@ -30,7 +30,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def shown(self, waiting: Sequence[Run], workers: int) -> Iterator[None]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a table. ``top1`` is None where the paper states divergence, ``spec`` where it cites others' work."""
+    """A row of a table. ``top1`` is None where the paper states divergence."""
 
     label: str
-    spec: str | None
+    spec: str
     top1: float | None
     top5: float | None = None
     detail: str = ""
@@ -26,7 +26,7 @@ class Entry:
 class PaperTable:
     """A table: its rows, the first of each model being what the others are compared with."""
 
-    number: int
+    number: int  # 0 for one that is not in the paper
     title: str
     entries: tuple[Entry, ...]
     data: str = "CIFAR-10"
@@ -115,12 +115,12 @@ TABLE_6 = PaperTable(
     "SP & SEx and its peers on ResNet50",
     (
         Entry("SP & SEx", "pooling+excitation", 78.14, 94.05, "0%", "resnet50"),
-        Entry("MPN-COV", None, 77.26, 93.46, "120%", "resnet50"),
-        Entry("iSQRT-COV", None, 77.86, 93.78, "120%", "resnet50"),
-        Entry("GSoP-Net1", None, 77.68, 93.98, "10%", "resnet50"),
-        Entry("GSoP-Net2", None, 78.81, 94.36, "130%", "resnet50"),
-        Entry("SE", None, 76.71, 93.38, "10%", "resnet50"),
-        Entry("GE-θ", None, 78.00, 94.13, "22%", "resnet50"),
+        Entry("MPN-COV", "mpn_cov", 77.26, 93.46, "120%", "resnet50"),
+        Entry("iSQRT-COV", "isqrt_cov", 77.86, 93.78, "120%", "resnet50"),
+        Entry("GSoP-Net1", "gsop1", 77.68, 93.98, "10%", "resnet50"),
+        Entry("GSoP-Net2", "gsop2", 78.81, 94.36, "130%", "resnet50"),
+        Entry("SE", "se", 76.71, 93.38, "10%", "resnet50"),
+        Entry("GE-θ", "ge_theta", 78.00, 94.13, "22%", "resnet50"),
     ),
     "ImageNet",
     detail="+Parameters",
@@ -141,4 +141,25 @@ TABLE_7 = PaperTable(
     "ImageNet",
 )
 
+
+def _after_each_layer(word: str) -> str:
+    return "+".join(f"{word}(after='{layer}')" for layer in ("layer1", "layer2", "layer3"))
+
+
+# NOTE not in paper: the peers in the vanilla CNN, where gates stand after each layer, as it has no blocks.
+PEERS = PaperTable(
+    0,
+    "The peers in the vanilla CNN",
+    (
+        Entry("Original", "", None, detail="–"),
+        Entry("Square-Pooling", "pooling", None, detail="pooling"),
+        Entry("DeepSquare5s-", _SOFTMIN, None, detail="logits"),
+        Entry("SE", _after_each_layer("se"), None, detail="each layer"),
+        Entry("GE-θ⁻", _after_each_layer("ge_theta_minus"), None, detail="each layer"),
+        Entry("Bilinear (C=32)", "bilinear(size=32)", None, detail="pooling"),
+        Entry("iSQRT-COV (C=64)", "isqrt_cov(size=64)", None, detail="pooling, last layer at stride 1"),
+        Entry("iSQRT-COV (C=64), stride 2", "isqrt_cov(size=64, dense=False)", None, detail="pooling"),
+    ),
+    detail="Place",
+)
 TABLES = (TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7)

@@ -1,4 +1,4 @@
-"""The charts of the page as SVG without colours of its own: the style sheet gives them, for light and for dark.
+"""The charts of Tables 2 and 3.
 
 The forest chart is one small SVG a row, its x in per cent, so that it fits any width with text of the same size.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.etree.ElementTree import Element, SubElement, tostring
+from xml.etree.ElementTree import Element
 
 from markupsafe import Markup
 
 from deepsquare.report.evidence import Findings, Line, Result, Schedule
+from deepsquare.report.svg import add, markup, text
 from deepsquare.statistics import Interval, interval
 
 LANE = 12  # pixels a marker
@@ -20,26 +21,10 @@ REACH = 2.0  # points beyond the paper's claims: what of ours lies farther out i
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 180, 124, 24, 18, 6, 6  # of a panel of learning curves
 
 
-def _add(parent: Element, tag: str, **attributes: str | float) -> Element:
-    texts = {
-        name.rstrip("_").replace("_", "-"): value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
-        for name, value in attributes.items()
-    }
-    return SubElement(parent, tag, texts)
-
-
-def _text(parent: Element, text: str, **attributes: str | float) -> None:
-    _add(parent, "text", **attributes).text = text
-
-
-def _markup(element: Element) -> Markup:
-    return Markup(tostring(element, encoding="unicode"))
-
-
 def number(value: float, digits: int = 2) -> str:
     """With a sign, and a minus that is one."""
-    text = f"{value:+.{digits}f}"
-    return (text[1:] if float(text) == 0 else text).replace("-", "−")
+    shown = f"{value:+.{digits}f}"
+    return (shown[1:] if float(shown) == 0 else shown).replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -106,19 +91,19 @@ def _forest_row(line: Line, schedules: Sequence[Schedule], scale: Scale) -> Mark
     svg = Element("svg", {"width": "100%", "height": str(height), "aria-hidden": "true"})
     for tick in scale.ticks:
         x = f"{scale(tick):.2f}%"
-        _add(svg, "line", x1=x, x2=x, y1=0, y2=height, class_="zero" if tick == 0 else "grid")
+        add(svg, "line", x1=x, x2=x, y1=0, y2=height, class_="zero" if tick == 0 else "grid")
     y = 4 + LANE / 2
     if line.claim is None:
         _beside_zero(svg, "paper: divergence", scale, y, "paper-text")
     else:
-        marker = _add(svg, "svg", x=f"{scale(line.claim):.2f}%", y=y, overflow="visible")
-        _add(marker, "path", d="M-5.5,0L0,-5.5L5.5,0L0,5.5Z", class_="paper")
+        marker = add(svg, "svg", x=f"{scale(line.claim):.2f}%", y=y, overflow="visible")
+        add(marker, "path", d="M-5.5,0L0,-5.5L5.5,0L0,5.5Z", class_="paper")
     for place, schedule in enumerate(schedules):
         y += LANE
         result = line.results.get(schedule)
         if result:
             _whisker(svg, result, scale, y, f"s{min(place, 2)}")
-    return _markup(svg)
+    return markup(svg)
 
 
 def _whisker(svg: Element, result: Result, scale: Scale, y: float, style: str) -> None:
@@ -128,20 +113,20 @@ def _whisker(svg: Element, result: Result, scale: Scale, y: float, style: str) -
         return
     if found.bounded:
         ends = {"x1": f"{scale(found.low):.2f}%", "x2": f"{scale(found.high):.2f}%"}
-        _add(svg, "line", **ends, y1=y, y2=y, class_=f"whisker {style}")
+        add(svg, "line", **ends, y1=y, y2=y, class_=f"whisker {style}")
     x = f"{scale(found.mean):.2f}%"
     if scale.low <= found.mean <= scale.high:
-        _add(svg, "circle", cx=x, cy=y, r=4.5 if style == "s0" else 3.5, class_=f"dot {style}")
+        add(svg, "circle", cx=x, cy=y, r=4.5 if style == "s0" else 3.5, class_=f"dot {style}")
         return
     right = found.mean > scale.high
     anchor, arrow = ("end", f"{number(found.mean, 1)} ▶") if right else ("start", f"◀ {number(found.mean, 1)}")
-    _text(svg, arrow, x=x, y=y + 4, text_anchor=anchor, class_=f"far {style}")
+    text(svg, arrow, x=x, y=y + 4, text_anchor=anchor, class_=f"far {style}")
 
 
 def _beside_zero(svg: Element, words: str, scale: Scale, y: float, style: str) -> None:
     """Words in place of a marker, on the side of 0 that has more room."""
     anchor, dx = ("end", -6) if scale(0) > 50 else ("start", 6)
-    _text(svg, words, x=f"{scale(0):.2f}%", dx=dx, y=y + 4, text_anchor=anchor, class_=style)
+    text(svg, words, x=f"{scale(0):.2f}%", dx=dx, y=y + 4, text_anchor=anchor, class_=style)
 
 
 def _axis(scale: Scale) -> Markup:
@@ -150,8 +135,8 @@ def _axis(scale: Scale) -> Markup:
     for tick in scale.ticks:
         x = scale(tick)
         anchor = "start" if x < 4 else "end" if x > 96 else "middle"
-        _text(svg, number(tick, digits), x=f"{x:.2f}%", y=14, text_anchor=anchor, class_="tick")
-    return _markup(svg)
+        text(svg, number(tick, digits), x=f"{x:.2f}%", y=14, text_anchor=anchor, class_="tick")
+    return markup(svg)
 
 
 @dataclass(frozen=True)
@@ -215,28 +200,28 @@ def _panel(label: str, result: Result, base: Result | None, epochs: int, low: fl
         return " ".join(f"{x(k):.1f},{y(value):.1f}" for k, value in enumerate(values, 1) if math.isfinite(value))
 
     for tick in sorted({low, 5 * round((low + high) / 10), high}):
-        _add(svg, "line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick), class_="grid")
-        _text(svg, f"{tick:g}", x=LEFT - 5, y=y(tick) + 3.5, text_anchor="end", class_="tick")
+        add(svg, "line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick), class_="grid")
+        text(svg, f"{tick:g}", x=LEFT - 5, y=y(tick) + 3.5, text_anchor="end", class_="tick")
     for epoch in sorted({1, epochs}):
         anchor = "start" if epoch == 1 else "end"
         words = f"epoch {epoch}" if epoch == 1 else str(epoch)
-        _text(svg, words, x=x(epoch), y=HEIGHT - 4, text_anchor=anchor, class_="tick")
+        text(svg, words, x=x(epoch), y=HEIGHT - 4, text_anchor=anchor, class_="tick")
     area = {"x": LEFT, "y": TOP, "width": WIDTH - LEFT - RIGHT, "height": HEIGHT - TOP - BOTTOM}
-    plot = _add(svg, "svg", **area, viewBox=" ".join(map(str, area.values())))  # cuts off what lies outside
+    plot = add(svg, "svg", **area, viewBox=" ".join(map(str, area.values())))  # cuts off what lies outside
     edges = [(point.high, point.low) for point in mean if point.bounded]
     if len(edges) > 1:
         upper = points([high for high, _ in edges])
         lower = " ".join(reversed(points([low for _, low in edges]).split()))
-        _add(plot, "polygon", points=f"{upper} {lower}", class_="band")
+        add(plot, "polygon", points=f"{upper} {lower}", class_="band")
     if base:
-        _add(plot, "polyline", points=points([point.mean for point in mean_curve(base)]), class_="base")
+        add(plot, "polyline", points=points([point.mean for point in mean_curve(base)]), class_="base")
     for run in result.runs:
         reached = [value for value in run.curve if math.isfinite(value)] if run.diverged else []
         if reached:
-            _add(plot, "polyline", points=points(reached), class_="lost")
+            add(plot, "polyline", points=points(reached), class_="lost")
             end = min(y(reached[-1]), HEIGHT - BOTTOM) + 4
-            _text(svg, "×", x=x(len(reached)), y=end, text_anchor="middle", class_="lost-end")
+            text(svg, "×", x=x(len(reached)), y=end, text_anchor="middle", class_="lost-end")
     if mean:
-        _add(plot, "polyline", points=points([point.mean for point in mean]), class_="mean")
-        _add(svg, "circle", cx=x(len(mean)), cy=y(mean[-1].mean), r=2.5, class_="end")
-    return _markup(svg)
+        add(plot, "polyline", points=points([point.mean for point in mean]), class_="mean")
+        add(svg, "circle", cx=x(len(mean)), cy=y(mean[-1].mean), r=2.5, class_="end")
+    return markup(svg)

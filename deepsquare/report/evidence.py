@@ -55,9 +55,17 @@ class Run:
     @classmethod
     def of(cls, row: Row) -> Run | None:
         """The run of a row; None for a row of another kind."""
-        recipe, metrics = row.recipe, row.metrics
-        if not {"model", "spec", "epochs"} <= recipe.keys() or not {"accuracy", "top1"} & metrics.keys():
+        if not {"model", "spec", "epochs"} <= row.recipe.keys() or not {"accuracy", "top1"} & row.metrics.keys():
             return None
+        try:
+            return cls._of(row)
+        except (TypeError, ValueError) as error:
+            reason = f"the row {row.row} of {row.experiment}, seed {row.seed}, cannot be read ({error}); remove it"
+            raise ValueError(reason) from error
+
+    @classmethod
+    def _of(cls, row: Row) -> Run:
+        recipe, metrics = row.recipe, row.metrics
         epochs = int(recipe["epochs"])
         schedule = Schedule(row.experiment, str(recipe.get("schedule", "runs")), epochs)
         common = json.dumps({name: value for name, value in recipe.items() if name not in OWN}, sort_keys=True)
@@ -71,7 +79,7 @@ class Run:
             common,
             accuracy,
             _percent(metrics.get("top5")),
-            tuple(100 * value for value in curve),
+            tuple(math.nan if value is None else 100 * value for value in curve),
             bool(metrics.get("diverged")) or accuracy is None,
             row.date,
         )
@@ -89,7 +97,7 @@ class Result:
     accuracy: Interval | None
     top5: Interval | None
     improvement: Interval | None
-    verdict: Verdict | None  # None for a base model
+    verdict: Verdict | None  # None for a base model, and where the paper claims nothing
     agrees: bool  # the paper's improvement lies within our interval
     judged: bool  # there are seeds enough for a verdict that counts
 
@@ -142,13 +150,15 @@ def load(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
 
 def _is_store(path: Path) -> bool:
     """Whether the file begins as a store does: other lists of JSON objects may lie beside it."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
-        first = file.readline()
+        first = next((line for line in file if line.strip()), b"")
     try:
         parsed = json.loads(first)
     except ValueError:
-        return bool(first.strip())  # cut or broken: the store says so
-    return isinstance(parsed, dict) and {"experiment", "recipe"} <= parsed.keys()
+        return bool(first)  # cut or broken: the store says so
+    return isinstance(parsed, dict) and bool({"experiment", "recipe", "metrics"} & parsed.keys())
 
 
 def find(table: PaperTable, rows: Sequence[Row]) -> Findings:
@@ -202,16 +212,20 @@ def _line(table: PaperTable, entry: Entry, runs: Sequence[Run], order: Sequence[
         mine = _of(runs, schedule, entry)
         if mine and fits:
             against = _of(runs, schedule, base) if base and not is_base else ()
-            results[schedule] = _result(claim, mine, against, compared=base is not None and not is_base)
+            compared = base is not None and not is_base
+            results[schedule] = _result(claim, mine, against, compared, claimed=table.number > 0)
     return Line(entry, claim, is_base, results)
 
 
 def _of(runs: Sequence[Run], schedule: Schedule, entry: Entry) -> tuple[Run, ...]:
-    found = [r for r in runs if (r.schedule, r.model, r.spec) == (schedule, entry.model, entry.spec)]
-    return tuple(sorted(found, key=lambda run: run.seed))
+    found: dict[int, Run] = {}  # one for a seed, whatever its label
+    for run in runs:
+        if (run.schedule, run.model, run.spec) == (schedule, entry.model, entry.spec):
+            found.setdefault(run.seed, run)
+    return tuple(found[seed] for seed in sorted(found))
 
 
-def _result(claim: float | None, mine: tuple[Run, ...], base: tuple[Run, ...], compared: bool) -> Result:
+def _result(claim: float | None, mine: tuple[Run, ...], base: tuple[Run, ...], compared: bool, claimed: bool) -> Result:
     ours, theirs = (
         {run.seed: run.accuracy for run in runs if run.accuracy is not None and not run.diverged}
         for runs in (mine, base)
@@ -225,7 +239,7 @@ def _result(claim: float | None, mine: tuple[Run, ...], base: tuple[Run, ...], c
         interval(list(ours.values())),
         interval([run.top5 for run in mine if run.top5 is not None and not run.diverged]),
         improvement,
-        judge(claim, improvement, len(mine), diverged) if compared else None,
+        judge(claim, improvement, len(mine), diverged) if compared and claimed else None,
         claim is not None and improvement is not None and paired_enough and improvement.holds(claim),
         paired_enough or (about_divergence and len(mine) >= SEEDS),
     )

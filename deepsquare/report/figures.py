@@ -96,7 +96,12 @@ def _fig2(folders: Sequence[Path]) -> dict[str, Any]:
     for folder in folders:
         path = Path(folder) / "fig2.json"
         if path.is_file():
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                _ = stored["seed"], stored["rows"], stored["claims"]
+            except (ValueError, TypeError, KeyError) as error:
+                reason = f"{path} does not hold the counts of Figure 2 ({error!r}); make it again: reproduce fig2"
+                raise ValueError(reason) from error
             return stored
     return {}
 

@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from deepsquare import verdict
-from deepsquare._files import replacing
+from deepsquare._files import make_writable, replacing
 from deepsquare.cost import short
-from deepsquare.experiments.tables import TABLES
-from deepsquare.report import curves, figures, network, spirals
+from deepsquare.experiments.tables import PEERS, TABLES
+from deepsquare.report import curves, figures, network, peers, spirals
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
 from deepsquare.results import Row
 from deepsquare.verdict import Verdict
@@ -40,6 +40,7 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
         figures: folders with pictures; the first that has one gives it.
         output: folder of the page, made if missing.
     """
+    make_writable(Path(output))
     content = gather(results, figures)
     templates = Environment(
         loader=PackageLoader("deepsquare.report"),
@@ -67,6 +68,8 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
     tables = [find(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     claims = summary(cifar)
+    measured = peers.backbones(rows)
+    found_peers = find(PEERS, rows)
     return {
         "rule": verdict,
         "claims": claims,
@@ -81,6 +84,9 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
         "table_1": network.table_1(),
         "cifar": [(f, curves.forest(f), curves.learning_curves(f)) for f in cifar],
         "imagenet": [(f, [_cost(line) for line in f.lines]) for f in tables if f not in cifar],
+        "backbones": measured,
+        "accuracy_against_time": peers.accuracy_against_time(measured.get("resnet50")),
+        "peers": (found_peers, [_cost(line) for line in found_peers.lines]),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
         "candidates": candidates(rows),
         "conditions": conditions([*figures.fig2_row(results), *rows]),
@@ -89,7 +95,7 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
 
 def summary(tables: Sequence[Findings]) -> list[Claim]:
     """The claims of the tables, each network once, with the verdict that counts."""
-    claims: dict[tuple[str, str | None], Claim] = {}
+    claims: dict[tuple[str, str], Claim] = {}
     for findings in tables:
         for line in findings.lines:
             if not line.is_base:
@@ -109,12 +115,10 @@ def _figure(
     return {"figure": figure, "picture": picture, "counts": counts, "finals": finals}
 
 
-def _cost(line: Line) -> dict[str, Any] | None:
-    """Parameters and multiply-accumulates of a line, with what it adds to its base; None for what is not built."""
-    if line.entry.spec is None:
-        return None
+def _cost(line: Line) -> dict[str, Any]:
+    """Parameters and multiply-accumulates of a line, with what it adds to its base."""
     cost, base = (network.cost_of(line.entry.model, spec) for spec in (line.entry.spec, ""))
-    return {"cost": cost, "added": cost.added_to(base)}
+    return {"cost": cost, "added": cost.added_to(base), "more": cost.parameters / base.parameters - 1}
 
 
 def candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -129,7 +133,7 @@ def candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "used": {k: v for k, v in row.recipe.items() if k not in varying} in used,
         }
         for row in rows
-        if row.experiment == "cifar10-recipe" and row.metrics.get("accuracy") is not None
+        if row.experiment == "cifar10-recipe" and Run.of(row) and not row.metrics.get("diverged")
     ]
     return sorted(found, key=lambda candidate: -candidate["accuracy"])
 

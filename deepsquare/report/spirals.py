@@ -50,6 +50,14 @@ class Finals:
 
 def finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
     """What the rows of a task, labelled ``task/activation``, say on a figure; None where there are none."""
+    try:
+        return _finals(rows, task, smoothness)
+    except (KeyError, TypeError, AttributeError) as error:
+        reason = f"a row {task}/… of the spirals lacks something ({error!r}); make them again: reproduce fig3"
+        raise ValueError(reason) from error
+
+
+def _finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
     found: dict[str, Row] = {}
     for row in rows:
         if row.experiment == "spirals" and "means" in row.metrics and row.row.startswith(f"{task}/"):
@@ -62,7 +70,7 @@ def finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
         activation: {name: _interval(row, name, row.metrics["means"][name]) for name in chosen}
         for activation, row in found.items()
     }
-    square = found.get("relu_square")
+    square = found.get("relu_square") if "relu" in found else None
     against = square.metrics.get("against_relu", {}) if square else {}
     differences = {name: _difference(square, name, against[name]) for name in chosen if square and name in against}
     better = next((r.metrics.get("relu_square_better", ()) for r in rows if r.row == f"settings/{task}"), ())
@@ -91,5 +99,5 @@ def ablations(rows: Sequence[Row]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     found: dict[str, Sequence[Mapping[str, Any]]] = {}
     for row in rows:
         if row.experiment == "spirals" and row.row.startswith("ablation/"):
-            found.setdefault(row.row.removeprefix("ablation/"), row.metrics["cases"])
+            found.setdefault(row.row.removeprefix("ablation/"), row.metrics.get("cases", ()))
     return found

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
+from deepsquare.surgery.insertion import base_class
 from deepsquare.surgery.site import Kind, Site, Sites
-from deepsquare.surgery.trace import VIEWS, Call, Graph, Node, trace
+from deepsquare.surgery.trace import VIEWS, Call, Graph, Node
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 NO_BLOCKS = "no building block in which a nonlinear main branch with a spatial convolution meets a shortcut"
@@ -25,9 +26,8 @@ class _Block:
     region: tuple[Node, ...]
 
 
-def find_sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
-    """All sites of ``model``; refuses transformers and other networks that are no CNN."""
-    graph = trace(model, input_shape)
+def find_sites(model: nn.Module, graph: Graph) -> Sites:
+    """All sites of ``model``, whose data flow is ``graph``; refuses transformers and others that are no CNN."""
     blocks = _blocks(graph)
     _refuse_other_networks(model, graph, blocks)
     results: dict[Kind, list[Site] | str] = {"pooling": _pooling(graph), "logits": _logits(graph)}
@@ -36,10 +36,83 @@ def find_sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Si
         stuck = [result for result in placed if isinstance(result, str)]
         # By path: in a dual path network one main branch serves an addition and a concatenation.
         sites = {site.path: site for result in placed if not isinstance(result, str) for site in result}
-        results[kind] = stuck[0] if stuck else list(sites.values()) or NO_BLOCKS
+        results[kind] = stuck[0] if stuck else _by_stage(list(sites.values())) or NO_BLOCKS
     found = [site for result in results.values() if not isinstance(result, str) for site in result]
     missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
     return Sites(tuple(found), missing, graph.input_shape, *_classifier(graph))
+
+
+def _by_stage(sites: list[Site]) -> list[Site]:
+    """The sites in blocks, with their stages numbered."""
+    numbered: list[Site] = []
+    for site in sites:
+        before = numbered[-1] if numbered else None
+        same = before is not None and before.shape == site.shape
+        numbered.append(replace(site, stage=(before.stage if before else 0) + (not same)))
+    return numbered
+
+
+def named_site(model: nn.Module, graph: Graph, path: str, word: str) -> Site:
+    """The output of the module that a word names."""
+    try:
+        module = model.get_submodule(path) if path else None
+    except AttributeError:
+        module = None
+    if module is None:
+        children = ", ".join(name for name, _ in model.named_children())
+        raise ValueError(
+            f"{type(model).__name__} has no module {path!r} for the word {word!r}; name one as in "
+            f"{word}(after='…'). At its top are: {children}"
+        )
+    while isinstance(module, nn.Sequential) and len(module):  # a child of a Sequential would be run by it
+        name, module = list(module.named_children())[-1]
+        path = f"{path}.{name}"
+    if isinstance(module, CONTAINERS):
+        raise ValueError(f"{path} is a {type(module).__name__}, which has no output of its own; name a module in it")
+    call = next((call for call in graph.calls if call.module is module and call.output >= 0), None)
+    if call is None:
+        raise ValueError(f"{path} is not run by {type(model).__name__}'s forward; name a module for {word!r} that is")
+    return _site(graph, "named", replace(call, path=path), "output")
+
+
+def last_strides(graph: Graph) -> list[str] | str:
+    """The convolutions that make the map of the last stage smaller, by path; or why they cannot go at stride 1."""
+    pool = _pooling_node(graph)
+    if pool is None:
+        return NO_POOLING
+    size = graph.nodes[pool.inputs[0]].shape[2:]
+    paths = []
+    for node in graph.between(0, pool.inputs[0]):
+        sources = [graph.nodes[i].shape[2:] for i in node.inputs]
+        if node.shape[2:] != size or not any(len(s) == len(size) and s != size for s in sources):
+            continue
+        call = graph.calls[node.call]
+        layer = call.module
+        if not node.is_conv or not isinstance(layer, nn.Conv2d) or graph.times_called[layer] > 1:
+            return f"the map is made smaller by {call.path or node.op}, which is no convolution of its own"
+        if not isinstance(layer.padding, str) and any(
+            2 * p != d * (k - 1) for p, d, k in zip(layer.padding, layer.dilation, layer.kernel_size, strict=True)
+        ):
+            return f"{call.path} would not keep the size of its map at stride 1"
+        paths.append(call.path)
+    return paths or "no layer makes the map of the last stage smaller"
+
+
+def reader_of_pooling(graph: Graph) -> str:
+    """The layer that reads the pooled values; raises where something else does."""
+    pool = _pooling_node(graph)
+    assert pool is not None, "there is a pooling site"
+    layers = [n for n in graph.nodes if n.is_layer and graph.depends(n.index, pool.index)]
+    if layers:
+        call = graph.calls[layers[0].call]
+        way = [*_skip_views(graph, layers[0].inputs[0])]
+        fits = base_class(call.module) in (nn.Linear, nn.Conv2d) and getattr(call.module, "groups", 1) == 1
+        if fits and pool.index in way and graph.times_called[call.module] == 1:
+            return call.path
+    raise ValueError(
+        "the pooled values go through other operations before they come to a fully connected layer, so there is none "
+        "that could take more of them"
+    )
 
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
@@ -106,12 +179,18 @@ def _classifier(graph: Graph) -> tuple[str, str]:
     return call.path, next(dropouts, "")
 
 
+NO_POOLING = "no global average pooling through which everything passes"
+
+
+def _pooling_node(graph: Graph) -> Node | None:
+    pools = (node for node in reversed(graph.nodes) if _averages_the_map(graph, node))
+    return next((node for node in pools if graph.dominates(node.index, graph.output)), None)
+
+
 def _pooling(graph: Graph) -> list[Site] | str:
-    for node in reversed(graph.nodes):
-        if _averages_the_map(graph, node) and graph.dominates(node.index, graph.output):
-            break
-    else:
-        return "no global average pooling through which everything passes"
+    node = _pooling_node(graph)
+    if node is None:
+        return NO_POOLING
     source = graph.nodes[node.inputs[0]]
     if not any(n.is_layer for n in graph.between(source.index, graph.output)):
         return "its global average pooling comes after the classifier"

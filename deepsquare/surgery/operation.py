@@ -5,19 +5,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deepsquare.surgery.finder import CONTAINERS, find_sites
+from deepsquare.surgery.finder import find_sites, last_strides, named_site, reader_of_pooling
 from deepsquare.surgery.insertion import PREFIX, Equipped, insert, remove_inserted
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.techniques import Word, format_spec, parse_spec
+from deepsquare.surgery.trace import Graph, trace
 
 FOLDED = "deepsquare_folded"
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Change:
+    """An attribute of a base module that a technique needs otherwise, with its value before."""
+
+    path: str
+    attribute: str
+    before: Any
 
 
 @dataclass(frozen=True)
@@ -29,21 +40,22 @@ class Equipment:
         dropout: the ratio before the last fully connected layer, or ``None`` when it was left as it is.
         sites: all sites of the base model, with the word that stands at each.
         revived: the factors (γ of a normalisation) that were set from 0 to 1.
-        base_dropout: path and ratio of the base model's own dropout layer where ``dropout`` replaced it.
+        changes: what was changed in the base model itself, in that order: strides, a wider layer, a dropout ratio.
     """
 
     spec: str
     dropout: float | None
     sites: Sites
     revived: tuple[str, ...] = ()
-    base_dropout: tuple[str, float] | None = None
+    changes: tuple[Change, ...] = ()
 
 
 def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape: Sequence[int] | None = None) -> Model:
     """Add the techniques of ``spec`` to ``model``, in place, and return it.
 
-    Every key of the base ``state_dict`` stays, so pretrained weights load before or after. Equipping again with the
-    same spec changes nothing; with another one it is an error (``unequip`` first).
+    Every key of the base ``state_dict`` stays, so pretrained weights load before or after; only the second-order
+    heads need a wider layer behind the pooling, which starts anew. Equipping again with the same spec changes nothing;
+    with another one it is an error (``unequip`` first).
 
     Args:
         model: a CNN classifier, from torchvision, from timm or your own.
@@ -65,32 +77,32 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     refuse_inner(model)
     if not words and dropout is None:
         return model
-    sites = find_sites(model, input_shape)
-    placed: dict[Site, Word] = {}
-    for word in words:
-        for site in _places(model, word, sites):
-            if site in placed:
-                raise ValueError(
-                    f"{placed[site]} and {word} of the spec both stand after {site.path}; keep one of them"
-                )
-            placed[site] = word
-    inserted = {site: word.build(site) for site, word in placed.items()}
-    dies_at_zero = any(word.technique.dies_at_zero for word in words)
-    if dies_at_zero:
-        _refuse_zero_convolutions(model, sites)
-    if dropout is not None:
-        _check_dropout(model, sites, dropout)
-    # What can fail has been tried by now: from here on the model changes.
+    graph = trace(model, input_shape)
+    changes: list[Change] = []
     try:
+        if any(word.dense for word in words):
+            changes += _make_dense(model, graph)
+            graph = trace(model, graph.input_shape)
+        sites = find_sites(model, graph)
+        placed = _place(model, words, graph, sites)
+        inserted = {site: word.build(site) for site, word in placed.items()}
+        dies_at_zero = any(word.technique.dies_at_zero for word in words)
+        if dies_at_zero:
+            _refuse_zero_convolutions(model, sites)
+        if dropout is not None:
+            _check_dropout(model, sites, dropout)
         for site, module in inserted.items():
+            changes += _widen(model, graph, site, module)
             insert(model, site, placed[site].name, module)
-        base_dropout = _set_dropout(model, sites, dropout) if dropout is not None else None
-        revived = _revive(model, sites) if dies_at_zero else ()
+        if dropout is not None:
+            changes += _set_dropout(model, sites, dropout)
         filled = sites.filled({site: str(word) for site, word in placed.items()})
-        record = Equipment(format_spec(words), dropout, filled, revived, base_dropout)
+        revived = _revive(model, sites) if dies_at_zero else ()
+        record = Equipment(format_spec(words), dropout, filled, revived, tuple(changes))
         model.deepsquare_equipment = record  # type: ignore[assignment]
-    except BaseException:  # a model that takes no new attributes, say
+    except BaseException:  # a spec that does not suit, a model that takes no new attributes: as it was
         remove_inserted(model)
+        _undo(model, changes)
         raise
     if revived:
         warnings.warn(
@@ -110,9 +122,7 @@ def unequip(model: Model) -> Model:
     if present is None:
         return model
     remove_inserted(model)
-    if present.base_dropout is not None:
-        path, ratio = present.base_dropout
-        _dropout_layer(model, path).p = ratio
+    _undo(model, present.changes)
     for name in present.revived:
         factor = model.get_parameter(name)
         if bool((factor == 1).all()):  # not trained since: as it was
@@ -144,7 +154,10 @@ def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
     refuse_inner(model)
     check_intact(model)
     present = equipment(model)
-    return present.sites if present is not None else find_sites(unwrap(model), input_shape)
+    if present is not None:
+        return present.sites
+    model = unwrap(model)
+    return find_sites(model, trace(model, input_shape))
 
 
 def refuse_inner(model: nn.Module) -> None:
@@ -162,7 +175,7 @@ def check_intact(model: nn.Module) -> None:
     if present is None:
         return
     expected = {f"{site.path}.{PREFIX}{site.word.split('(')[0]}": site.word for site in present.sites if site.word}
-    if present.dropout is not None and present.base_dropout is None:
+    if present.dropout is not None and not present.sites.dropout:
         expected[f"{present.sites.classifier}.{PREFIX}dropout"] = "dropout"
     names = dict(unwrap(model).named_modules())
     for path, word in expected.items():
@@ -185,42 +198,77 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _places(model: nn.Module, word: Word, sites: Sites) -> list[Site]:
+def _place(model: nn.Module, words: Sequence[Word], graph: Graph, sites: Sites) -> dict[Site, Word]:
+    placed: dict[Site, Word] = {}
+    for word in words:
+        for site in _places(model, word, graph, sites):
+            if site in placed:
+                raise ValueError(
+                    f"{placed[site]} and {word} of the spec both stand after {site.path}; keep one of them"
+                )
+            placed[site] = word
+    return placed
+
+
+def _places(model: nn.Module, word: Word, graph: Graph, sites: Sites) -> list[Site]:
     kind = word.technique.kind
-    if kind is None:
-        return [_named(model, dict(word.options).get("after", ""))]
+    if word.after is not None or kind is None:
+        return [named_site(model, graph, word.after or "", word.name)]
     places = sites.of(kind)
     if not places:
         raise ValueError(
             f"{type(model).__name__} has no {kind} site for the word {word.name!r}: {sites.missing[kind]}. "
             f"Its sites: {sites.summary()}"
         )
-    return places
+    return word.choose(places)
 
 
-def _named(model: nn.Module, path: str) -> Site:
-    children = ", ".join(name for name, _ in model.named_children())
-    try:
-        module = model.get_submodule(path) if path else None
-    except AttributeError:
-        module = None
-    if module is None:
+def _change(model: nn.Module, path: str, attribute: str, value: Any) -> Change:
+    module = model.get_submodule(path)
+    before = getattr(module, attribute)
+    setattr(module, attribute, value)
+    return Change(path, attribute, before)
+
+
+def _undo(model: nn.Module, changes: Sequence[Change]) -> None:
+    for change in reversed(changes):
+        module, value = model.get_submodule(change.path), change.before
+        if isinstance(value, nn.Parameter):
+            now = module.get_parameter(change.attribute)
+            if now.shape[0] != value.shape[0]:  # the layer was replaced since, by one of other classes
+                value = _new_weight(now, value.shape[1])
+            value = nn.Parameter(value.detach().to(now), requires_grad=now.requires_grad)
+        setattr(module, change.attribute, value)
+
+
+def _make_dense(model: nn.Module, graph: Graph) -> list[Change]:
+    """Let the last stage go at stride 1, so that its map has four times the positions."""
+    paths = last_strides(graph)
+    if isinstance(paths, str):
         raise ValueError(
-            f"{type(model).__name__} has no module {path!r} for the word 'square'; name one as in "
-            f"square(after='…'). At its top are: {children}"
+            f"the last stage of {type(model).__name__} cannot go at stride 1: {paths}. Give the word the option "
+            "dense=False to leave the strides as they are"
         )
-    while isinstance(module, nn.Sequential) and len(module):  # a child of a Sequential would be run by it
-        name, module = list(module.named_children())[-1]
-        path = f"{path}.{name}"
-    if isinstance(module, CONTAINERS):
-        raise ValueError(f"{path} is a {type(module).__name__}, which has no output of its own; name a module in it")
-    return Site("named", path, "output", ())
+    return [_change(model, path, "stride", (1, 1)) for path in paths]
 
 
-def _dropout_layer(model: nn.Module, path: str) -> nn.Dropout:
+def _widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list[Change]:
+    """Let the layer behind the pooling read as many values as ``module`` returns. It starts anew."""
+    wanted = getattr(module, "out_channels", site.channels)
+    if site.kind != "pooling" or wanted == site.channels:
+        return []
+    path = reader_of_pooling(graph)
     layer = model.get_submodule(path)
-    assert isinstance(layer, nn.Dropout)
-    return layer
+    size = "in_features" if isinstance(layer, nn.Linear) else "in_channels"
+    weight = layer.get_parameter("weight")
+    wider = nn.Parameter(_new_weight(weight, wanted), requires_grad=weight.requires_grad)
+    return [_change(model, path, "weight", wider), _change(model, path, size, wanted)]
+
+
+def _new_weight(like: Tensor, inputs: int) -> Tensor:
+    """A weight of a fully connected layer or 1×1 convolution for ``inputs`` values, as torch starts it."""
+    weight = torch.empty(like.shape[0], inputs, *like.shape[2:], dtype=like.dtype, device=like.device)
+    return weight if weight.is_meta else nn.init.kaiming_uniform_(weight, a=5**0.5)
 
 
 def _check_dropout(model: nn.Module, sites: Sites, ratio: float) -> None:
@@ -235,15 +283,12 @@ def _check_dropout(model: nn.Module, sites: Sites, ratio: float) -> None:
         )
 
 
-def _set_dropout(model: nn.Module, sites: Sites, ratio: float) -> tuple[str, float] | None:
+def _set_dropout(model: nn.Module, sites: Sites, ratio: float) -> list[Change]:
     """Dropout before the last fully connected layer: the model's own layer if it has one there, else a new one."""
     if not sites.dropout:
         insert(model, Site("named", sites.classifier, "input", ()), "dropout", nn.Dropout(ratio))
-        return None
-    layer = _dropout_layer(model, sites.dropout)
-    before = layer.p
-    layer.p = ratio
-    return sites.dropout, before
+        return []
+    return [_change(model, sites.dropout, "p", ratio)]
 
 
 def _all_zero(parameter: object) -> bool:

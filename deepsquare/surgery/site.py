@@ -29,6 +29,7 @@ class Site:
         shape: the tensor it acts on, without the batch, for the traced input size.
         channel_dim: where the channels are in that tensor, counted with the batch.
         block: for the two kinds inside building blocks, the path of the block.
+        stage: for ``branch_end``, the number of the stage: the blocks in a row that return maps of one shape.
         relu_first: a functional ReLU stands between that module and the pooling; the inserted module begins with it.
         keeps_size: the pooling that follows has a fixed window, so the pooled value must fill the map.
         word: the word of the spec that stands here, ``""`` while the site is free.
@@ -40,6 +41,7 @@ class Site:
     shape: tuple[int, ...]
     channel_dim: int = 1
     block: str = ""
+    stage: int = 0
     relu_first: bool = False
     keeps_size: bool = False
     word: str = ""
@@ -53,6 +55,11 @@ class Site:
     def channels(self) -> int:
         """The number of channels (of classes, for ``logits``)."""
         return self.shape[self.channel_dim - 1]
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """The shape without the channels."""
+        return self.shape[: self.channel_dim - 1] + self.shape[self.channel_dim :]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
+import deepsquare._torchvision  # noqa: F401  (before torchvision)
 from deepsquare.nn import (
     EleSquare,
     GeM,
@@ -25,6 +26,14 @@ from deepsquare.nn import (
     SquarePooling,
     SquareSoftmin,
 )
+from deepsquare.peers import (
+    BilinearPooling,
+    CompactBilinearPooling,
+    CovariancePooling,
+    FisherVector,
+    GatherExcite,
+    GSoP,
+)
 from deepsquare.surgery.site import Kind, Site
 
 
@@ -34,8 +43,9 @@ class Technique:
 
     Attributes:
         title: the name in the literature.
-        kind: the sites it fills; ``None`` for the module named by the option ``after``.
+        kind: the sites it fills, unless the option ``after`` names a module; ``None`` if it has to.
         build: makes the module for a site; its keyword arguments are the word's options.
+        stage_ends: it fills only the last site of each stage.
         dies_at_zero: the module multiplies its input by what it measures of it, so that a branch that starts at zero
             gets no gradient and stays at zero.
     """
@@ -43,6 +53,7 @@ class Technique:
     title: str
     kind: Kind | None
     build: Callable[..., nn.Module]
+    stage_ends: bool = False
     dies_at_zero: bool = False
 
     @property
@@ -86,6 +97,70 @@ def _moment(order: int, site: Site) -> nn.Module:
     return MomentPooling(order, keepdim=True)
 
 
+def _se(site: Site, *, reduction: int = 16, after: str = "") -> nn.Module:
+    from torchvision.ops import SqueezeExcitation
+
+    module: nn.Module = SqueezeExcitation(site.channels, max(1, site.channels // _positive("reduction", reduction)))
+    return module
+
+
+def _ge_theta_minus(site: Site, *, extent: int = 0, after: str = "") -> nn.Module:
+    return GatherExcite(site.channels, extent=extent)
+
+
+def _ge_theta(site: Site, *, extent: int = 0, after: str = "") -> nn.Module:
+    return GatherExcite(site.channels, site.spatial, extent=extent, learned=True)
+
+
+def _ge_theta_plus(site: Site, *, extent: int = 0, reduction: int = 16, after: str = "") -> nn.Module:
+    reduction = _positive("reduction", reduction)
+    return GatherExcite(site.channels, site.spatial, extent=extent, learned=True, reduction=reduction)
+
+
+def _gsop(site: Site, *, size: int = 128, last: bool = True, dense: bool = False) -> nn.Module:
+    return GSoP(site.channels, _positive("size", size), stride=2 if site.stage == 1 else 1)
+
+
+def _mpn_cov(site: Site, *, size: int = 256, dense: bool = True) -> nn.Module:
+    return CovariancePooling(site.channels, _positive("size", size))
+
+
+def _isqrt_cov(site: Site, *, size: int = 256, iterations: int = 5, dense: bool = True) -> nn.Module:
+    return CovariancePooling(site.channels, _positive("size", size), _positive("iterations", iterations))
+
+
+def _bilinear(site: Site, *, size: int = 128) -> nn.Module:
+    return BilinearPooling(site.channels, _positive("size", size))
+
+
+def _compact_bilinear(site: Site, *, size: int = 8192) -> nn.Module:
+    return CompactBilinearPooling(site.channels, _positive("size", size))
+
+
+def _fisher(site: Site, *, components: int = 16, size: int = 64) -> nn.Module:
+    return FisherVector(site.channels, _positive("components", components), _positive("size", size))
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; expected at least 1")
+    return value
+
+
+PEERS: dict[str, Technique] = {
+    "se": Technique("Squeeze-and-Excitation", "branch_end", _se),
+    "ge_theta_minus": Technique("Gather-Excite without parameters (GE-θ⁻)", "branch_end", _ge_theta_minus),
+    "ge_theta": Technique("Gather-Excite (GE-θ)", "branch_end", _ge_theta),
+    "ge_theta_plus": Technique("Gather-Excite with a squeeze (GE-θ⁺)", "branch_end", _ge_theta_plus),
+    "gsop": Technique("The block of GSoP-Net", "branch_end", _gsop, stage_ends=True),
+    "mpn_cov": Technique("MPN-COV", "pooling", _mpn_cov),
+    "isqrt_cov": Technique("iSQRT-COV", "pooling", _isqrt_cov),
+    "bilinear": Technique("Bilinear pooling", "pooling", _bilinear),
+    "compact_bilinear": Technique("Compact bilinear pooling", "pooling", _compact_bilinear),
+    "fisher": Technique("Fisher vector", "pooling", _fisher),
+}
+"""The words for what the paper compares with."""
+
 TECHNIQUES: dict[str, Technique] = {
     "pooling": Technique("Square-Pooling", "pooling", _pooling),
     "softmin": Technique("Square-Softmin", "logits", _softmin),
@@ -98,7 +173,10 @@ TECHNIQUES: dict[str, Technique] = {
         f"moment{order}": Technique(f"Moment of order {order}", "pooling", partial(_moment, order))
         for order in (3, 4, 5, 6)
     },
+    **PEERS,
 }
+NETWORKS = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
+"""Names of GSoP-Net1 and GSoP-Net2, and the words that they stand for."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +190,28 @@ class Word:
     def technique(self) -> Technique:
         """What it stands for."""
         return TECHNIQUES[self.name]
+
+    def option(self, name: str, absent: Any = None) -> Any:
+        """The value of an option, given or not; ``absent`` where the technique has no such option."""
+        return dict(self.options).get(name, self.technique.options.get(name, absent))
+
+    @property
+    def after(self) -> str | None:
+        """The module that the word names instead of the sites of its kind."""
+        after: str = self.option("after", "")
+        return after if after or self.technique.kind is None else None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the network's last stage goes at stride 1."""
+        return bool(self.option("dense", False))
+
+    def choose(self, sites: Sequence[Site]) -> list[Site]:
+        """Those sites of its kind that the word fills."""
+        if not self.technique.stage_ends:
+            return list(sites)
+        ends = list({site.stage: site for site in sites}.values())
+        return ends if self.option("last") else ends[:-1]
 
     def build(self, site: Site) -> nn.Module:
         """The module for ``site``; says which word it was if the options do not suit the module."""
@@ -140,7 +240,7 @@ def parse_spec(spec: str) -> tuple[Word, ...]:
         tree: ast.expr = ast.parse(spec.strip(), mode="eval").body
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
-    words = [_parse_word(part, spec) for part in _summands(tree)]
+    words = [word for part in _summands(tree) for word in _parse_words(part, spec)]
     _refuse_clashes(words, spec)
     return tuple(words)
 
@@ -163,13 +263,22 @@ def _not_a_spec(spec: str, reason: str) -> ValueError:
     )
 
 
+def _parse_words(tree: ast.expr, spec: str) -> tuple[Word, ...]:
+    if isinstance(tree, ast.Name) and tree.id in NETWORKS:
+        return parse_spec(NETWORKS[tree.id])
+    return (_parse_word(tree, spec),)
+
+
 def _parse_word(tree: ast.expr, spec: str) -> Word:
     call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
     if not isinstance(call.func, ast.Name):
         raise _not_a_spec(spec, f"{ast.unparse(tree)} is not a word")
     name = call.func.id
     if name not in TECHNIQUES:
-        raise ValueError(f"unknown word {name!r} in the spec {spec!r}; the words are: {', '.join(TECHNIQUES)}")
+        if name in NETWORKS:
+            raise ValueError(f"{name} takes no options; write {NETWORKS[name]}, for which it stands, with others")
+        words = ", ".join((*TECHNIQUES, *NETWORKS))
+        raise ValueError(f"unknown word {name!r} in the spec {spec!r}; the words are: {words}")
     known = TECHNIQUES[name].options
     takes = f"{name} takes " + (", ".join(f"{k}={v!r}" for k, v in known.items()) or "no options")
     if call.args:
@@ -203,7 +312,7 @@ def _refuse_clashes(words: list[Word], spec: str) -> None:
     """One word a site: two poolings cannot both pool, and squaring twice at one place is a fourth power."""
     places: dict[Any, str] = {}
     for word in words:
-        place = word.technique.kind or word.options
+        place = word.technique.kind if word.after is None else ("after", word.after)
         if place in places:
             raise ValueError(
                 f"the spec {spec!r} fills the same site twice, by {places[place]} and {word.name}; keep one of them"

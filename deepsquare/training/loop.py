@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -55,6 +56,10 @@ class Steps(NamedTuple):
     guess: float
 
 
+class NotFiniteError(ArithmeticError):
+    """The loss of a step is not finite."""
+
+
 class DivergedError(ArithmeticError):
     """The loss is not finite, or stayed above the loss of a guess; ``history`` holds what came before."""
 
@@ -69,7 +74,7 @@ def fit(
     recipe: Recipe,
     evaluation: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     *,
-    checkpoint: Path | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     identity: str = "",
     on_epoch: Callable[[History], None] = lambda history: None,
 ) -> History:
@@ -78,11 +83,14 @@ def fit(
     With a ``checkpoint`` path every epoch is kept there, and a run of the same ``identity`` goes on from it: on
     one machine with the same number of threads it ends with the same weights as one that was not stopped.
     """
+    if not len(batches):
+        raise ValueError("an epoch has no batches; expected at least one: a smaller batch, or more data")
     keep_buffers()
     optimiser = recipe.optimiser(model)
     history, losing = History(), 0
-    if checkpoint is not None and checkpoint.exists():
-        progress = load_progress(checkpoint, model, optimiser, identity)
+    place = None if checkpoint is None else Path(checkpoint)
+    if place is not None and place.exists():
+        progress = load_progress(place, model, optimiser, identity, recipe)
         history, losing = History(**progress["history"]), progress["losing"]
     while history.epochs < recipe.epochs:
         start = time.perf_counter()
@@ -93,7 +101,7 @@ def fit(
 
         try:
             seen = train_steps(model, batches.epoch(epoch), optimiser, rate)
-        except ArithmeticError as error:
+        except NotFiniteError as error:
             reason = f"epoch {epoch + 1}: {error}; try a lower rate or a longer warm-up"
             raise DivergedError(reason, history) from error
         history.train_loss.append(seen.loss)
@@ -102,13 +110,15 @@ def fit(
         history.loss.append(loss)
         history.accuracy.append(accuracy)
         history.seconds += time.perf_counter() - start
+        if not math.isfinite(loss):
+            raise DivergedError(f"epoch {history.epochs}: the evaluation's loss is {loss}; try a lower rate", history)
         losing = losing + 1 if seen.loss >= seen.guess else 0
         if losing >= PATIENCE or (losing and history.epochs == recipe.epochs):
             reason = f"epoch {history.epochs}: the loss was {seen.loss:.3g}, that of a guess is {seen.guess:.3g}"
             raise DivergedError(f"{reason}; try a lower rate", history)
-        if checkpoint is not None:
+        if place is not None:
             progress = {"identity": identity, "history": asdict(history), "losing": losing}
-            save_progress(checkpoint, model, optimiser, progress)
+            save_progress(place, model, optimiser, recipe, progress)
         on_epoch(history)
     return history
 
@@ -121,7 +131,7 @@ def train_steps(
 ) -> Steps:
     """One step per batch, each with the rate of its number, counted from 0.
 
-    A loss that is not finite raises an :class:`ArithmeticError` before it reaches the weights.
+    A loss that is not finite raises :class:`NotFiniteError` before it reaches the weights.
     """
     model.train()
     total, correct, seen, guess = 0.0, 0, 0, math.nan
@@ -132,7 +142,7 @@ def train_steps(
         loss = F.cross_entropy(logits, labels)
         value = loss.item()
         if not math.isfinite(value):
-            raise ArithmeticError(f"the loss is {value} at step {step + 1}, rate {rate(step):.3g}")
+            raise NotFiniteError(f"the loss is {value} at step {step + 1}, rate {rate(step):.3g}")
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         optimiser.step()
@@ -154,6 +164,8 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tupl
         correct += int((logits.argmax(1) == labels).sum())
         seen += len(labels)
     model.train(training)
+    if not seen:
+        raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator gives them once)")
     return total / seen, correct / seen
 
 

@@ -25,6 +25,9 @@ class Recipe:
     flip: bool = True  # from left to right, every second image
 
     def __post_init__(self) -> None:
+        for name, kind in (("epochs", int), ("batch", int), ("pad", int), ("flip", bool), ("nesterov", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected {kind.__name__}")
         for name, valid, expected in (
             ("epochs", self.epochs >= 1, "at least 1"),
             ("batch", self.batch >= 1, "at least 1"),

@@ -17,7 +17,7 @@ from torch.func import jacrev, vmap
 
 from deepsquare.data import spirals as data
 from deepsquare.data.spirals import Array
-from deepsquare.experiments.spirals.intervals import difference, mean, rounded, settled
+from deepsquare.experiments.spirals.intervals import difference, mean, settled
 from deepsquare.experiments.spirals.measures import TIMES, units
 from deepsquare.experiments.spirals.networks import (
     ONE_ARM,
@@ -27,6 +27,7 @@ from deepsquare.experiments.spirals.networks import (
     draw_one_arm,
     train,
 )
+from deepsquare.statistics import rounded
 
 PAIR = ("relu", "relu_square")
 USUAL = Setting("adam", 0.01, "pytorch", "standardised")

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 import rich
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from deepsquare._files import make_writable, replacing
 from deepsquare.data.spirals import Array
 from deepsquare.experiments.spirals import ablation, draw, measures
-from deepsquare.experiments.spirals.intervals import BETTER, difference, mean, rounded, settled
+from deepsquare.experiments.spirals.intervals import BETTER, difference, mean, settled
 from deepsquare.experiments.spirals.networks import ACTIVATIONS, ONE_ARM, THREE_ARMS, Task, one_thread
 from deepsquare.experiments.spirals.tuning import QUANTILES, Trained, Tuned, quantiles, retrain, tune
 from deepsquare.results import Row, conditions
-from deepsquare.statistics import Interval
+from deepsquare.statistics import Interval, rounded
 from deepsquare.verdict import Verdict, judge_sign
 
 TASKS = (ONE_ARM, THREE_ARMS)
@@ -75,7 +76,8 @@ class SpiralsResult:
             better = self.metrics(f"settings/{task.name}")["relu_square_better"]
             counts, steps = (", ".join(str(found[key]) for found in better) for key in ("settings", "steps"))
             lines.append(f"    of {better[0]['of']} settings in {counts}, after {steps} steps")
-        return "\n".join([*lines, f"figures: {self.figures[0].parent}", f"rows: {self.results}"])
+        places = (f"figures: {self.figures[0].parent}", f"rows: {self.results}")
+        return "\n".join([*lines, *map(escape, places)])
 
 
 def run(

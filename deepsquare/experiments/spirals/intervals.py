@@ -1,11 +1,9 @@
 """Means over seeds with 95% intervals, where some networks may have diverged."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from deepsquare.data.spirals import Array
-from deepsquare.statistics import interval
+from deepsquare.statistics import interval, rounded
 
 BETTER = {"test_loss": -1, "test_accuracy": 1, "roughness": -1, "sharpest_turn": -1}  # which way the paper claims
 
@@ -31,8 +29,3 @@ def difference(values: Array, base: Array, sign: int) -> dict[str, float]:
     worst = max(settled(values).max(), settled(base).max())
     values, base = settled(values, worst), settled(base, worst)
     return {**mean(values - base), "share_better": float(np.mean(sign * (values - base) > 0))}
-
-
-def rounded(values: Sequence[float] | Array, digits: int = 4) -> list[float | None]:
-    """Values with a few significant digits, None for those that are not finite: JSON has no infinity."""
-    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]

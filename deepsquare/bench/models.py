@@ -1,0 +1,149 @@
+"""What a technique costs in time, on four backbones: each in turn with the plain network, A, B, A, B, in one run.
+
+Times of one turn stand beside each other, so a ratio is taken within each turn, and a slow moment of the machine meets
+both. A result is the median of the ratios with its 95% interval. Networks are run as PyTorch runs them, uncompiled,
+in channels_last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+from deepsquare._files import make_writable
+from deepsquare.cost import cost
+from deepsquare.models import create_model
+from deepsquare.results import Row, Store
+from deepsquare.statistics import median_ratio
+from deepsquare.training.loop import keep_buffers
+
+BACKBONES = ("resnet50", "resnet18", "shufflenet_v2_x1_0", "shufflenet_v2_x0_5")
+SPECS = (
+    "pooling", "softmin", "excitation", "encoding", "pooling+excitation",
+    "se", "ge_theta_minus", "ge_theta", "gsop1", "gsop2", "mpn_cov", "isqrt_cov", "bilinear", "compact_bilinear",
+)  # fmt: skip
+LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
+Seconds = Mapping[str, Sequence[float]]  # by kind of work, one a turn
+
+
+def _infer(model: nn.Module, batch: int, repeats: int) -> Callable[[], None]:
+    x = torch.rand(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+
+    def work() -> None:
+        model.eval()
+        with torch.inference_mode():
+            for _ in range(repeats):
+                model(x)
+
+    return work
+
+
+def _train(model: nn.Module, batch: int) -> Callable[[], None]:
+    x = torch.rand(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+    labels = torch.arange(batch)
+
+    def work() -> None:
+        model.train()
+        torch.autograd.backward(F.cross_entropy(model(x), labels))
+        model.zero_grad(set_to_none=True)
+
+    return work
+
+
+class Contestant:
+    """A network and the kinds of work that it is timed at."""
+
+    def __init__(self, backbone: str, spec: str) -> None:
+        torch.manual_seed(0)
+        model = create_model(backbone, spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.work = {LATENCY: _infer(model, 1, 4), THROUGHPUT: _infer(model, 16, 1), TRAINING: _train(model, 8)}
+        for do in self.work.values():
+            do()  # warm
+
+    def time(self, kind: str) -> float:
+        """Seconds for one go."""
+        start = time.perf_counter()
+        self.work[kind]()
+        return time.perf_counter() - start
+
+
+def run(
+    backbones: Sequence[str] = BACKBONES,
+    specs: Sequence[str] = SPECS,
+    *,
+    rounds: int = 9,
+    results: Path = Path("out/results"),
+) -> None:
+    """Time every spec on every backbone, print the ratios and add a row for each backbone to ``bench.jsonl``."""
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; expected at least 1")
+    make_writable(results)
+    keep_buffers()
+    for backbone in backbones:
+        start = time.perf_counter()
+        times = _time(backbone, specs, rounds)
+        rich.print(_table(backbone, times, rounds))
+        described = {"rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last"}
+        metrics: dict[str, Any] = {
+            spec: {
+                "cost": _cost(backbone, spec),
+                "seconds": {kind: {"own": _rounded(own[kind]), "base": _rounded(base[kind])} for kind in own},
+            }
+            for spec, (own, base) in times.items()
+        }
+        metrics[""] = {"cost": _cost(backbone, "")}
+        seconds = round(time.perf_counter() - start, 1)
+        row = Row("bench", f"models/{backbone}", int(time.time()), described, metrics, seconds)
+        Store(results / "bench.jsonl").append(row)
+
+
+def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
+    times: dict[str, tuple[dict[str, list[float]], dict[str, list[float]]]] = {}
+    plain = Contestant(backbone, "")
+    with Progress(transient=True) as progress:
+        bar = progress.add_task(backbone, total=len(specs) * rounds)
+        for spec in specs:
+            progress.update(bar, description=f"{backbone}, {spec}")
+            contestant = Contestant(backbone, spec)
+            own: dict[str, list[float]] = {kind: [] for kind in contestant.work}
+            base: dict[str, list[float]] = {kind: [] for kind in contestant.work}
+            for _ in range(rounds):
+                for kind in contestant.work:
+                    base[kind].append(plain.time(kind))
+                    own[kind].append(contestant.time(kind))
+                progress.advance(bar)
+            times[spec] = own, base
+    return times  # type: ignore[return-value]
+
+
+def _cost(backbone: str, spec: str) -> dict[str, int]:
+    with torch.device("meta"):
+        return asdict(cost(create_model(backbone, spec)))
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(value, 5) for value in seconds]
+
+
+def _table(backbone: str, times: Mapping[str, tuple[Seconds, Seconds]], rounds: int) -> Table:
+    table = Table(
+        title=f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
+        caption=f"median of {rounds} turns, and its 95% interval",
+    )
+    table.add_column("spec")
+    for kind in (LATENCY, THROUGHPUT, TRAINING):
+        table.add_column(kind, justify="right")
+    for spec, (own, base) in times.items():
+        found = [median_ratio(own[kind], base[kind]) for kind in own]
+        table.add_row(spec, *(f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" for ratio in found))
+    return table

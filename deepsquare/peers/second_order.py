@@ -1,0 +1,120 @@
+"""Second-order statistics of a map, and what their networks make of them: the functions.
+
+Everything here is computed in float32 at least, outside autocast: a covariance is a sum of products, and a matrix
+square root loses half of the digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def covariance(x: Tensor) -> Tensor:
+    """Σ = X·(1/N)(I − 11ᵀ/N)·Xᵀ of the N positions of a map: (B, C, spatial…) → (B, C, C)."""
+    x = x.flatten(2)
+    centred = x - x.mean(2, keepdim=True)
+    return centred @ centred.mT / x.shape[2]
+
+
+def root_by_eigenvalues(matrix: Tensor) -> Tensor:
+    """The square root of symmetric positive semidefinite matrices (…, C, C), by eigendecomposition (MPN-COV).
+
+    Its gradient is that of the Sylvester equation dΣ = dR·R + R·dR: in the basis of the eigenvectors, division by
+    √λ_i + √λ_j. There is no 1/(λ_i − λ_j) in it, which makes ``torch.linalg.eigh`` return NaN where eigenvalues
+    coincide, as the zeros of a rank-deficient matrix do. Where both are zero the gradient is set to zero: a covariance
+    of N positions keeps its rank when the map moves a little, so that block does not change to first order.
+    """
+    root: Tensor = _RootByEigenvalues.apply(matrix)[0]  # type: ignore[no-untyped-call]
+    return root
+
+
+class _RootByEigenvalues(torch.autograd.Function):
+    @staticmethod
+    def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(matrix)
+        # What is lost in rounding counts as zero, whatever its sign.
+        noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
+        roots = torch.where(values > noise, values, 0).sqrt()
+        return (vectors * roots.unsqueeze(-2)) @ vectors.mT, roots, vectors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, roots, vectors = output
+        ctx.mark_non_differentiable(roots, vectors)
+        ctx.save_for_backward(roots, vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        roots, vectors = ctx.saved_tensors
+        sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
+        grad = vectors.mT @ grads[0] @ vectors
+        grad = torch.where(sums > 0, grad / torch.where(sums > 0, sums, 1), 0)
+        moved: Tensor = vectors @ grad @ vectors.mT
+        return moved
+
+
+def root_by_newton_schulz(matrix: Tensor, iterations: int = 5) -> Tensor:
+    """The square root of symmetric positive semidefinite matrices (…, C, C) by matrix products alone (iSQRT-COV).
+
+    A = Σ/tr Σ, Y₀ = A, Z₀ = I; then T = ½(3I − Z·Y), Y ← Y·T, Z ← T·Z; the result is √(tr Σ)·Y. It is close to the
+    root for the large eigenvalues and below it for the small ones. A zero matrix has a zero root, and a zero gradient.
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations is {iterations}; expected at least 1, its authors take 5")
+    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    empty = trace <= TINY
+    trace = torch.where(empty, 1, trace)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    y, z = matrix / trace, identity
+    for step in range(iterations):
+        t = 1.5 * identity - 0.5 * (y if step == 0 else z @ y)
+        y = y @ t
+        if step < iterations - 1:
+            z = t if step == 0 else t @ z
+    return torch.where(empty, 0, trace.sqrt() * y)
+
+
+def upper_triangle(matrix: Tensor) -> Tensor:
+    """The C(C + 1)/2 values on and above the diagonal: (B, C, C) → (B, C(C + 1)/2)."""
+    size = matrix.shape[-1]
+    row, column = torch.triu_indices(size, size, device=matrix.device)
+    return matrix.flatten(1)[:, row * size + column]
+
+
+def signed_root(x: Tensor, eps: float = 1e-8) -> Tensor:
+    """sign(x)·√(|x| + ε), elementwise; its gradient is at most 1/(2√ε), and 0 at 0."""
+    return torch.sign(x) * (x.abs() + eps).sqrt()
+
+
+def bilinear(x: Tensor) -> Tensor:
+    """Equation (6): B = X·Xᵀ/N, the second moments of all pairs of channels: (B, C, spatial…) → (B, C²)."""
+    x = x.flatten(2)
+    return (x @ x.mT / x.shape[2]).flatten(1)
+
+
+def count_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
+    """Add channel c, times ``sign[c]``, to place ``index[c]`` of ``size`` places: (…, C) → (…, size)."""
+    return x.new_zeros(*x.shape[:-1], size).index_add(-1, index, x * sign)
+
+
+def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
+    """A random projection of :func:`bilinear` that keeps inner products on average, without its C² values.
+
+    The count sketch of an outer product is the circular convolution of two count sketches, hence a product of their
+    Fourier transforms. The mean over the positions is taken before the transform back: (B, C, spatial…) → (B, size).
+
+    Args:
+        x: the map.
+        index: places of two independent count sketches, (2, C).
+        sign: their signs, (2, C).
+        size: how many places there are.
+    """
+    x = x.flatten(2).mT  # (B, N, C)
+    first, second = (torch.fft.rfft(count_sketch(x, index[i], sign[i], size)) for i in (0, 1))
+    sketch: Tensor = torch.fft.irfft((first * second).mean(1), n=size)
+    return sketch
