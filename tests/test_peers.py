@@ -394,6 +394,13 @@ def test_the_last_stage_goes_at_stride_1_and_back() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+def test_a_gate_of_the_model_does_not_make_its_map_smaller() -> None:
+    model = ds.create_model("regnet_y_400mf", "isqrt_cov(size=8)")
+    strides = {name for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.stride == (2, 2)}
+    assert strides
+    assert not [name for name in strides if "block4" in name]
+
+
 def test_a_failure_leaves_the_model_as_it_was() -> None:
     model: Any = ds.create_model("resnet18")
     with pytest.raises(ValueError, match="has no module 'nowhere' for the word 'se'"):
@@ -420,6 +427,7 @@ def test_after_a_new_classifier_unequip_keeps_its_classes() -> None:
         ("resnet18", "isqrt_cov+gem", "fills the same site twice"),
         ("vanilla_cnn", "se", "no branch_end site for the word 'se'"),
         ("timm/resnet50d", "isqrt_cov", "made smaller by layer4.0.downsample.0, .*dense=False"),
+        ("vanilla_cnn", "se(after='fc')", "takes maps with height and width; fc gives 10"),
         ("timm/efficientnet_lite0", "nothing", "unknown word 'nothing'.*gsop1, gsop2"),
     ],
 )  # fmt: skip

@@ -84,8 +84,8 @@ def last_strides(graph: Graph) -> list[str] | str:
     paths = []
     for node in graph.between(0, pool.inputs[0]):
         sources = [graph.nodes[i].shape[2:] for i in node.inputs]
-        if node.shape[2:] != size or not any(len(s) == len(size) and s != size for s in sources):
-            continue
+        if node.shape[2:] != size or not any(len(s) == len(size) and s != size and max(s) > 1 for s in sources):
+            continue  # a source of 1×1 is a gate
         call = graph.calls[node.call]
         layer = call.module
         if not node.is_conv or not isinstance(layer, nn.Conv2d) or graph.times_called[layer] > 1:

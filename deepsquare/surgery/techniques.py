@@ -215,6 +215,9 @@ class Word:
 
     def build(self, site: Site) -> nn.Module:
         """The module for ``site``; says which word it was if the options do not suit the module."""
+        if self.name in PEERS and len(site.spatial) != 2:
+            shape = "×".join(map(str, site.shape))
+            raise ValueError(f"the word {self} takes maps with height and width; {site.path} gives {shape}")
         try:
             return self.technique.build(site, **dict(self.options))
         except (TypeError, ValueError) as error:
