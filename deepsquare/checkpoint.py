@@ -128,7 +128,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise ValueError(
             f"{path} does not fit {_describe(model)}: {shown}. {_holds(header)}. If that model was changed after it "
-            "was created, build it again and use deepsquare.load_weights"
+            "was created, build it again and use deepsquare.load_weights; weights of a base model go in before a word "
+            "that widens its classifier (load first, then equip)"
         )
     before = copy.deepcopy(expected)
     state = OrderedDict(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from common import images, own_keys, step
 from torch import Tensor, nn
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 import deepsquare as ds
 from deepsquare import peers
@@ -202,6 +203,20 @@ def test_channels_that_are_zero() -> None:
     assert bool(right.isfinite().all())
 
 
+@pytest.mark.parametrize("root", [second_order.root_by_eigenvalues, second_order.root_by_newton_schulz])
+def test_second_derivatives(root: Callable[[Tensor], Tensor]) -> None:
+    x = normal(1, 3, 9).requires_grad_()
+    assert gradgradcheck(lambda x: root(second_order.covariance(x)), x)
+
+
+@pytest.mark.parametrize("iterations", [0, 5])
+def test_a_map_that_is_not_finite_spoils_itself_alone(iterations: int) -> None:
+    x = normal(2, 8, 3, 3)
+    x[0, 0, 0, 0] = torch.nan
+    values = peers.CovariancePooling(4, 8, iterations).values(x)
+    assert values.isfinite().all(1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("iterations", [0, 5])
 @pytest.mark.parametrize("scale", [0.0, 1e-20, 1.0, 1e15], ids=str)
 def test_roots_of_any_size_have_finite_gradients(iterations: int, scale: float) -> None:
@@ -329,6 +344,25 @@ def test_a_mixture_is_fitted_to_features() -> None:
     assert again.train()(images).shape == (40, 10)
 
 
+def test_a_mixture_in_half_precision_and_with_frozen_layers() -> None:
+    model: Any = ds.create_model("vanilla_cnn", "fisher(components=8, size=8)").train()
+    model.layer1.eval()
+    x = torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    peers.fit_fisher(model, [x])
+    assert model.training
+    assert not model.layer1.training
+    layer = next(module for module in model.modules() if isinstance(module, peers.FisherVector))
+    layer.weights[0] = 1e-20
+    assert bool(model.eval().half()(x.half()).isfinite().all())
+
+
+def test_loading_an_unfitted_mixture_fits_nothing() -> None:
+    model = ds.create_model("vanilla_cnn", "fisher(components=4, size=8)")
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="not fitted yet"):
+        model.train()(torch.rand(2, 3, 32, 32))
+
+
 def test_what_fit_fisher_refuses() -> None:
     with pytest.raises(ValueError, match="has 0 Fisher vectors"):
         peers.fit_fisher(ds.vanilla_cnn(), [])
@@ -337,6 +371,10 @@ def test_what_fit_fisher_refuses() -> None:
         peers.fit_fisher(model, [])
     with pytest.raises(ValueError, match="gave 32 positions; expected at least 64"):
         peers.fit_fisher(model, [torch.rand(2, 3, 32, 32)])
+    with pytest.raises(TypeError, match=r"the loader gave dict; expected images \(N, C, H, W\)"):
+        peers.fit_fisher(model, [{"image": 1}])
+    with pytest.raises(ValueError, match="the same at every position"):
+        peers.fit_fisher(model, [torch.zeros(1, 3, 320, 320)])
     with pytest.raises(ValueError, match="not finite"):
         peers.fit_fisher(model, [torch.full((8, 3, 32, 32), torch.nan)])
 
@@ -427,6 +465,50 @@ def test_after_a_new_classifier_unequip_keeps_its_classes() -> None:
     assert model.eval()(torch.rand(1, 3, 64, 64)).shape == (1, 7)
 
 
+@pytest.mark.parametrize("layer", [nn.Identity(), nn.Sequential(nn.Linear(36, 5), nn.ReLU(), nn.Linear(5, 7))])
+def test_unequip_leaves_a_layer_of_another_kind_alone(layer: nn.Module) -> None:
+    model: Any = ds.create_model("vanilla_cnn", "isqrt_cov(size=8)")
+    model.fc = layer
+    ds.unequip(model)
+    assert model.fc is layer
+    assert not hasattr(layer, "in_features")
+    assert model.layer3.conv.stride == (2, 2)
+    assert not own_keys(model)
+
+
+class FixedView(ds.models.VanillaCNN):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.pool(self.layer3(self.layer2(self.layer1(x)))).view(-1, 128))
+        return out
+
+
+class FixedWindow(ds.models.VanillaCNN):
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.layer3(self.layer2(self.layer1(x)))
+        out: Tensor = self.fc(nn.functional.avg_pool2d(maps, 4).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "message"),
+    [
+        (FixedView(), "bilinear(size=8)", "FixedView cannot run with more pooled values; something else reads them"),
+        (FixedWindow(), "isqrt_cov(size=8)", "FixedWindow cannot run at stride 1 in its last stage; .* dense=False"),
+    ],
+    ids=str,
+)
+def test_what_a_model_cannot_run_is_refused(model: nn.Module, spec: str, message: str) -> None:
+    x = torch.rand(2, 3, 32, 32)
+    expected = model.eval()(x)
+    with pytest.raises(ValueError, match=message):
+        ds.equip(model, spec)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_an_empty_batch() -> None:
+    assert peers.CompactBilinearPooling(4, 8)(torch.rand(0, 4, 3, 3)).shape == (0, 8, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
@@ -435,7 +517,8 @@ def test_after_a_new_classifier_unequip_keeps_its_classes() -> None:
         ("resnet18", "ge_theta(extent=3)", "extent is 3; expected 2, 4, 8, or 0"),
         ("resnet18", "se+excitation", "fills the same site twice, by se and excitation"),
         ("resnet18", "isqrt_cov+gem", "fills the same site twice"),
-        ("vanilla_cnn", "se", "no branch_end site for the word 'se'"),
+        ("vanilla_cnn", "se", "no branch_end site for the word 'se'.*se\\(after='…'\\) stands behind"),
+        ("vanilla_cnn", "fisher(size=256)", "size is 256; expected at most the map's 128 channels"),
         ("timm/resnet50d", "isqrt_cov", "made smaller by layer4.0.downsample.0, .*dense=False"),
         ("vanilla_cnn", "se(after='fc')", "takes maps with height and width; fc gives 10"),
         ("timm/efficientnet_lite0", "nothing", "unknown word 'nothing'.*gsop1, gsop2"),

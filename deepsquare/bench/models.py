@@ -88,6 +88,11 @@ def run(
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
     make_writable(results)
+    for backbone in backbones:
+        for spec in specs:
+            _cost(backbone, spec)  # a word that does not suit is told now
+            if "fisher" in spec:
+                raise ValueError("a Fisher vector has to be fitted to data before it trains; leave it out here")
     keep_buffers()
     for backbone in backbones:
         start = time.perf_counter()

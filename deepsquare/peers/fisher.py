@@ -71,6 +71,8 @@ class FisherVector(Head):
 
     def __init__(self, channels: int, components: int = 16, size: int = 64) -> None:
         super().__init__()
+        if size > channels:
+            raise ValueError(f"size is {size}; expected at most the map's {channels} channels, which are reduced to it")
         self.reduce = nn.Conv2d(channels, size, 1)
         self.register_buffer("weights", torch.full((components,), 1 / components))
         self.register_buffer("means", torch.zeros(components, size))
@@ -94,12 +96,15 @@ class FisherVector(Head):
 
     def values(self, x: Tensor) -> Tensor:
         """The Fisher vector, normalised."""
-        mixture = (values.to(x.dtype) for values in (self.weights, self.means, self.variances))
-        return F.normalize(signed_root(fisher_vector(x.flatten(2).mT, *mixture)))
+        # In float64, as the sums of squares lose digits to cancellation; an almost empty component is 0 in half types.
+        weights, variances = (values.double().clamp(min=1e-10) for values in (self.weights, self.variances))
+        vector = fisher_vector(x.flatten(2).mT.double(), weights, self.means.double(), variances)
+        return F.normalize(signed_root(vector)).to(x.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.fitted |= f"{prefix}means" in state_dict
+        means = state_dict.get(f"{prefix}means")
+        self.fitted |= means is not None and not means.is_meta and bool(means.any())
 
 
 def fit_fisher(model: Model, loader: Iterable[Any], *, descriptors: int = 50_000, seed: int = 0) -> Model:
@@ -161,23 +166,31 @@ def _features(
         chosen = torch.randperm(maps.shape[2], generator=generator)[:PER_IMAGE]
         found.append(maps[:, :, chosen.to(maps.device)].float().mT.flatten(0, 1).cpu())
 
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     handle = layer.register_forward_pre_hook(keep)
     try:
         model.eval()
         with torch.no_grad():
             for batch in loader:
                 images = batch[0] if isinstance(batch, (tuple, list)) else batch
+                if not isinstance(images, Tensor) or images.ndim != 4:
+                    given = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+                    raise TypeError(
+                        f"the loader gave {given}; expected images (N, C, H, W), or a tuple that begins with them"
+                    )
                 model(images.to(anchor.device, anchor.dtype))
                 if sum(map(len, found)) >= descriptors:
                     break
     finally:
         handle.remove()
-        model.train(training)
+        for module, before in training.items():
+            module.training = before
     if not found:
         raise ValueError("the loader is empty; expected batches of images")
     features = torch.cat(found)[:descriptors]
     if not bool(features.isfinite().all()):
         raise ValueError("the features are not finite; has the model diverged?")
+    if not bool(features.var(0).any()):
+        raise ValueError("the features are the same at every position; expected images that differ")
     values: np.ndarray[Any, Any] = features.numpy()
     return values

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsquare.peers._precision import wide
+from deepsquare.peers._common import start_as_resnet, wide
 from deepsquare.peers.second_order import covariance
 
 EXTENTS = (0, 2, 4, 8)
@@ -77,19 +77,21 @@ def _gather(channels: int, size: Sequence[int], extent: int) -> nn.Sequential:
         if len(size) != 2:
             raise ValueError(f"GE-θ over the whole map needs its height and width, got {tuple(size)}")
         whole = nn.Conv2d(channels, channels, (size[0], size[1]), groups=channels, bias=False)
-        return nn.Sequential(whole, nn.BatchNorm2d(channels))
+        return start_as_resnet(nn.Sequential(whole, nn.BatchNorm2d(channels)))
     layers: list[nn.Module] = []
     for step in range(EXTENTS.index(extent)):
         layers += [nn.ReLU(inplace=True)] if step else []
         layers += [nn.Conv2d(channels, channels, 3, 2, 1, groups=channels, bias=False), nn.BatchNorm2d(channels)]
-    return nn.Sequential(*layers)
+    return start_as_resnet(nn.Sequential(*layers))
 
 
 def _squeeze(channels: int, reduction: int) -> nn.Sequential:
     hidden = max(1, channels // reduction)
-    return nn.Sequential(
-        nn.ReLU(inplace=True), nn.Conv2d(channels, hidden, 1), nn.ReLU(inplace=True), nn.Conv2d(hidden, channels, 1)
-    )
+    layers = nn.Conv2d(channels, hidden, 1), nn.Conv2d(hidden, channels, 1)
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=0.01)  # as in the authors' release
+        nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return nn.Sequential(nn.ReLU(inplace=True), layers[0], nn.ReLU(inplace=True), layers[1])
 
 
 def _by(size: Sequence[int]) -> str:
@@ -113,6 +115,7 @@ class GSoP(nn.Module):
         self.norm = nn.BatchNorm2d(size)
         self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix by itself
         self.expand = nn.Conv2d(4 * size, channels, 1)
+        start_as_resnet(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to the same shape."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsquare.peers import second_order
-from deepsquare.peers._precision import wide
+from deepsquare.peers._common import start_as_resnet, wide
 
 
 class Head(nn.Module):
@@ -36,7 +36,8 @@ class Head(nn.Module):
 
 def _reduction(channels: int, size: int) -> nn.Sequential:
     """1×1 convolution, batch normalisation, ReLU."""
-    return nn.Sequential(nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True))
+    layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
+    return start_as_resnet(nn.Sequential(*layers))
 
 
 class CovariancePooling(Head):

@@ -36,26 +36,44 @@ def root_by_eigenvalues(matrix: Tensor) -> Tensor:
 class _RootByEigenvalues(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        values, vectors = torch.linalg.eigh(matrix)
+        finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        values, vectors = torch.linalg.eigh(torch.where(finite, matrix, 0))  # it fails on what is not finite
         # What is lost in rounding counts as zero, whatever its sign.
         noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
         roots = torch.where(values > noise, values, 0).sqrt()
-        return (vectors * roots.unsqueeze(-2)) @ vectors.mT, roots, vectors
+        root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
+        return torch.where(finite, root, torch.nan), roots, vectors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, roots, vectors = output
-        ctx.mark_non_differentiable(roots, vectors)
-        ctx.save_for_backward(roots, vectors)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        roots, vectors = ctx.saved_tensors
+        gradient: Tensor = _Sylvester.apply(grads[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return gradient
+
+
+class _Sylvester(torch.autograd.Function):
+    """X of R·X + X·R = Q for a symmetric R with eigenvalues ``roots`` and eigenvectors ``vectors``."""
+
+    @staticmethod
+    def forward(q: Tensor, root: Tensor, roots: Tensor, vectors: Tensor) -> Tensor:
         sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
-        grad = vectors.mT @ grads[0] @ vectors
-        grad = torch.where(sums > 0, grad / torch.where(sums > 0, sums, 1), 0)
-        moved: Tensor = vectors @ grad @ vectors.mT
-        return moved
+        x = vectors.mT @ q @ vectors
+        x = torch.where(sums > 0, x / torch.where(sums > 0, sums, 1), 0)
+        return vectors @ x @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        *matrices, x = ctx.saved_tensors
+        y: Tensor = _Sylvester.apply(grads[0], *matrices)  # type: ignore[no-untyped-call]
+        return y, -(y @ x.mT + x.mT @ y), None, None
 
 
 def root_by_newton_schulz(matrix: Tensor, iterations: int = 5) -> Tensor:
@@ -114,6 +132,8 @@ def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
         sign: their signs, (2, C).
         size: how many places there are.
     """
+    if not x.numel():  # torch has no Fourier transform of nothing
+        return x.new_zeros(x.shape[0], size)
     x = x.flatten(2).mT  # (B, N, C)
     first, second = (torch.fft.rfft(count_sketch(x, index[i], sign[i], size)) for i in (0, 1))
     sketch: Tensor = torch.fft.irfft((first * second).mean(1), n=size)

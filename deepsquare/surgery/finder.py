@@ -107,11 +107,13 @@ def reader_of_pooling(graph: Graph) -> str:
         call = graph.calls[layers[0].call]
         way = [*_skip_views(graph, layers[0].inputs[0])]
         fits = base_class(call.module) in (nn.Linear, nn.Conv2d) and getattr(call.module, "groups", 1) == 1
+        fits = fits and isinstance(call.module._parameters.get("weight"), nn.Parameter)
         if fits and pool.index in way and graph.times_called[call.module] == 1:
             return call.path
+    reader = next((n.op for n in graph.nodes if pool.index in n.inputs), "nothing")
     raise ValueError(
-        "the pooled values go through other operations before they come to a fully connected layer, so there is none "
-        "that could take more of them"
+        f"the pooled values are read by {reader}, not by a fully connected layer of their own (nn.Linear or a 1×1 "
+        "nn.Conv2d) that could take more of them; give the model such a layer, or use a word that keeps the channels"
     )
 
 

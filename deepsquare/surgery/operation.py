@@ -81,8 +81,9 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     changes: list[Change] = []
     try:
         if any(word.dense for word in words):
+            _require_maps(graph)
             changes += _make_dense(model, graph)
-            graph = trace(model, graph.input_shape)
+            graph = _trace_changed(model, graph, "at stride 1 in its last stage; give the word the option dense=False")
         sites = find_sites(model, graph)
         placed = _place(model, words, graph, sites)
         inserted = {site: word.build(site) for site, word in placed.items()}
@@ -94,6 +95,8 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         for site, module in inserted.items():
             changes += _widen(model, graph, site, module)
             insert(model, site, placed[site].name, module)
+        if any(change.attribute == "weight" for change in changes):
+            _trace_changed(model, graph, "with more pooled values; something else reads them, or their number is fixed")
         if dropout is not None:
             changes += _set_dropout(model, sites, dropout)
         filled = sites.filled({site: str(word) for site, word in placed.items()})
@@ -218,9 +221,14 @@ def _places(model: nn.Module, word: Word, graph: Graph, sites: Sites) -> list[Si
     if not places:
         raise ValueError(
             f"{type(model).__name__} has no {kind} site for the word {word.name!r}: {sites.missing[kind]}. "
-            f"Its sites: {sites.summary()}"
+            f"Its sites: {sites.summary()}{_hint(word)}"
         )
     return word.choose(places)
+
+
+def _hint(word: Word) -> str:
+    name = word.name
+    return f". {name}(after='…') stands behind a module you name" if "after" in word.technique.options else ""
 
 
 def _change(model: nn.Module, path: str, attribute: str, value: Any) -> Change:
@@ -233,6 +241,8 @@ def _change(model: nn.Module, path: str, attribute: str, value: Any) -> Change:
 def _undo(model: nn.Module, changes: Sequence[Change]) -> None:
     for change in reversed(changes):
         module, value = model.get_submodule(change.path), change.before
+        if not hasattr(module, change.attribute):
+            continue  # the layer was replaced since, by one of another kind, which is left alone
         if isinstance(value, nn.Parameter):
             now = module.get_parameter(change.attribute)
             if now.shape[0] != value.shape[0]:  # the layer was replaced since, by one of other classes
@@ -247,9 +257,23 @@ def _make_dense(model: nn.Module, graph: Graph) -> list[Change]:
     if isinstance(paths, str):
         raise ValueError(
             f"the last stage of {type(model).__name__} cannot go at stride 1: {paths}. Give the word the option "
-            "dense=False to leave the strides as they are"
+            "dense=False to leave the strides as they are (gsop instead of gsop1; for gsop2 write "
+            "gsop(last=False)+isqrt_cov(iterations=3, dense=False))"
         )
     return [_change(model, path, "stride", (1, 1)) for path in paths]
+
+
+def _require_maps(graph: Graph) -> None:
+    if len(graph.input_shape) != 3:
+        shape = "×".join(map(str, graph.input_shape))
+        raise ValueError(f"the spec has a word for maps with height and width; the model takes {shape}")
+
+
+def _trace_changed(model: nn.Module, graph: Graph, how: str) -> Graph:
+    try:
+        return trace(model, graph.input_shape)
+    except ValueError as error:
+        raise ValueError(f"{type(model).__name__} cannot run {how} ({error.__cause__})") from error
 
 
 def _widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list[Change]:
