@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepsquare.models import create_model
 from deepsquare.surgery.trace import copy_around, example_shape
 
 aten = torch.ops.aten
@@ -72,6 +74,13 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
     fewer, more = (_count_batch(hollow, (batch, *shape)) for batch in (2, 3))
     parameters = sum(p.numel() for p in model.parameters())
     return Cost(**{**more.added_to(fewer), "parameters": parameters})
+
+
+@cache
+def cost_of(name: str, spec: str) -> Cost:
+    """The cost of a model by name, built without its weights."""
+    with torch.device("meta"):
+        return cost(create_model(name, spec))
 
 
 def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from deepsquare.cost import Cost
+from deepsquare.cost import Cost, cost_of
 from deepsquare.experiments.tables import TABLE_2, TABLE_3, TABLE_4
-from deepsquare.report import network, render
+from deepsquare.report import render
 from deepsquare.report.curves import Scale, mean_curve, number
 from deepsquare.report.evidence import find, load
 from deepsquare.results import Row
@@ -115,7 +115,7 @@ class Page(HTMLParser):
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Page]:
     """A page from rows, with made-up costs of the large networks."""
     costs = Cost(parameters=1_234_567, macs=2_000_000_000, products=1000, activation_bytes=1)
-    monkeypatch.setattr(network, "cost_of", lambda model, spec: costs)
+    monkeypatch.setattr("deepsquare.report.page.cost_of", lambda model, spec: costs)
 
     def made(rows: Sequence[Row] = (), *more: Path, figures: Sequence[Path] = ()) -> Page:
         folders = [write(rows, tmp_path / "results"), *more]
@@ -392,7 +392,7 @@ def test_texts_from_rows_are_escaped(make: Callable[..., Page]) -> None:
 
 
 def test_costs_are_counted() -> None:
-    base, equipped = network.cost_of("resnet18", ""), network.cost_of("resnet18", "pooling+excitation")
+    base, equipped = cost_of("resnet18", ""), cost_of("resnet18", "pooling+excitation")
     assert base.parameters == 11_689_512  # as torchvision states it
     assert base.macs == pytest.approx(1.814e9, rel=1e-3)
     assert equipped.added_to(base)["parameters"] == 8

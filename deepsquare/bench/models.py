@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepsquare._files import make_writable
-from deepsquare.cost import cost
+from deepsquare.cost import cost_of
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store
 from deepsquare.statistics import median_ratio
@@ -33,7 +33,7 @@ SPECS = (
     "se", "ge_theta_minus", "ge_theta", "gsop1", "gsop2", "mpn_cov", "isqrt_cov", "bilinear", "compact_bilinear",
 )  # fmt: skip
 LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
-Seconds = Mapping[str, Sequence[float]]  # by kind of work, one a turn
+Seconds = dict[str, list[float]]  # by kind of work, one a turn
 
 
 def _infer(model: nn.Module, batch: int, repeats: int) -> Callable[[], None]:
@@ -88,11 +88,11 @@ def run(
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
     make_writable(results)
-    for backbone in backbones:
-        for spec in specs:
-            _cost(backbone, spec)  # a word that does not suit is told now
-            if "fisher" in spec:
-                raise ValueError("a Fisher vector has to be fitted to data before it trains; leave it out here")
+    for spec in specs:
+        if "fisher" in spec:
+            raise ValueError("a Fisher vector has to be fitted to data before it trains; leave it out here")
+        for backbone in backbones:
+            cost_of(backbone, spec)  # a word that does not suit is told now
     keep_buffers()
     for backbone in backbones:
         start = time.perf_counter()
@@ -101,39 +101,34 @@ def run(
         described = {"rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last"}
         metrics: dict[str, Any] = {
             spec: {
-                "cost": _cost(backbone, spec),
+                "cost": asdict(cost_of(backbone, spec)),
                 "seconds": {kind: {"own": _rounded(own[kind]), "base": _rounded(base[kind])} for kind in own},
             }
             for spec, (own, base) in times.items()
         }
-        metrics[""] = {"cost": _cost(backbone, "")}
+        metrics[""] = {"cost": asdict(cost_of(backbone, ""))}
         seconds = round(time.perf_counter() - start, 1)
         row = Row("bench", f"models/{backbone}", int(time.time()), described, metrics, seconds)
         Store(results / "bench.jsonl").append(row)
 
 
 def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
-    times: dict[str, tuple[dict[str, list[float]], dict[str, list[float]]]] = {}
+    times = {}
     plain = Contestant(backbone, "")
     with Progress(transient=True) as progress:
         bar = progress.add_task(backbone, total=len(specs) * rounds)
         for spec in specs:
             progress.update(bar, description=f"{backbone}, {spec}")
             contestant = Contestant(backbone, spec)
-            own: dict[str, list[float]] = {kind: [] for kind in contestant.work}
-            base: dict[str, list[float]] = {kind: [] for kind in contestant.work}
+            own: Seconds = {kind: [] for kind in contestant.work}
+            base: Seconds = {kind: [] for kind in contestant.work}
             for _ in range(rounds):
                 for kind in contestant.work:
                     base[kind].append(plain.time(kind))
                     own[kind].append(contestant.time(kind))
                 progress.advance(bar)
             times[spec] = own, base
-    return times  # type: ignore[return-value]
-
-
-def _cost(backbone: str, spec: str) -> dict[str, int]:
-    with torch.device("meta"):
-        return asdict(cost(create_model(backbone, spec)))
+    return times
 
 
 def _rounded(seconds: Sequence[float]) -> list[float]:

@@ -8,7 +8,6 @@ times. The usual loop is torchvision's CIFAR10 data set, its transforms and a Da
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from deepsquare.data.memory import LabelledImages, MemoryBatches, Normalisation
 from deepsquare.experiments.cifar10 import SCHEDULES
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store
+from deepsquare.statistics import median, median_ratio
 from deepsquare.training import Recipe
 from deepsquare.training.loop import keep_buffers, train_steps
 
@@ -152,8 +152,7 @@ class TrainBench:
 
     def ratio(self, one: str, other: str) -> float:
         """How many times as long ``one`` takes as ``other``: the median over the rounds."""
-        pairs = zip(self.seconds[one], self.seconds[other], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return median_ratio(self.seconds[one], self.seconds[other]).value
 
     def __rich__(self) -> Table:
         """The comparison."""
@@ -166,7 +165,7 @@ class TrainBench:
         for heading in ("", "s per epoch (median)", "best", "× deepsquare", "GFLOP/s", "of a matrix product"):
             table.add_column(heading, justify="right" if heading else "left")
         for name, seconds in self.seconds.items():
-            middle = statistics.median(seconds)
+            middle = median(seconds).value
             speed = self.gflop_per_epoch / middle
             cells = (f"{middle:.2f}", f"{min(seconds):.2f}", f"{self.ratio(name, ours):.2f}", f"{speed:.0f}")
             table.add_row(name, *cells, f"{speed / self.gemm:.0%}")

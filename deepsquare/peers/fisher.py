@@ -70,14 +70,12 @@ class FisherVector(Head):
     variances: Tensor
 
     def __init__(self, channels: int, components: int = 16, size: int = 64) -> None:
-        super().__init__()
         if size > channels:
             raise ValueError(f"size is {size}; expected at most the map's {channels} channels, which are reduced to it")
-        self.reduce = nn.Conv2d(channels, size, 1)
+        super().__init__(nn.Conv2d(channels, size, 1), 2 * components * size)
         self.register_buffer("weights", torch.full((components,), 1 / components))
         self.register_buffer("means", torch.zeros(components, size))
         self.register_buffer("variances", torch.ones(components, size))
-        self.out_channels = 2 * components * size
         self.fitted = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,11 +86,6 @@ class FisherVector(Head):
                 "deepsquare.peers.fit_fisher(model, loader)"
             )
         return super().forward(x)
-
-    def reduced(self, x: Tensor) -> Tensor:
-        """To ``size`` channels."""
-        out: Tensor = self.reduce(x)
-        return out
 
     def values(self, x: Tensor) -> Tensor:
         """The Fisher vector, normalised."""
@@ -136,9 +129,8 @@ def fit_fisher(model: Model, loader: Iterable[Any], *, descriptors: int = 50_000
     reduced = pca.transform(features)
     mixture = GaussianMixture(components, covariance_type="diag", random_state=seed).fit(reduced)
     with torch.no_grad():
-        _set(layer.reduce.weight, pca.components_[..., None, None])
-        assert layer.reduce.bias is not None
-        _set(layer.reduce.bias, -pca.components_ @ pca.mean_)
+        _set(layer.get_parameter("reduce.weight"), pca.components_[..., None, None])
+        _set(layer.get_parameter("reduce.bias"), -pca.components_ @ pca.mean_)
         for target, values in zip(
             (layer.weights, layer.means, layer.variances),
             (mixture.weights_, mixture.means_, mixture.covariances_),

@@ -5,6 +5,8 @@ Each takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,25 +15,29 @@ from deepsquare.peers import second_order
 from deepsquare.peers._common import start_as_resnet, wide
 
 
-class Head(nn.Module):
-    """A map to ``out_channels`` values, computed by ``values`` in float32 and returned in the type of the map."""
+class Head(nn.Module, ABC):
+    """A map to ``out_channels`` values, computed by ``values`` in float32 and returned in the type of the map.
 
-    out_channels: int
+    Args:
+        reduce: makes the map that the statistics are taken of.
+        out_channels: how many values there are.
+    """
+
+    def __init__(self, reduce: nn.Module, out_channels: int) -> None:
+        super().__init__()
+        self.reduce = reduce
+        self.out_channels = out_channels
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, out_channels, 1, 1)."""
-        x = self.reduced(x)
+        x = self.reduce(x)
         with wide(x) as map_:
             values = self.values(map_)
         return values.to(x.dtype)[..., None, None]
 
-    def reduced(self, x: Tensor) -> Tensor:
-        """The map that the statistics are taken of."""
-        return x
-
+    @abstractmethod
     def values(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, out_channels)."""
-        raise NotImplementedError
 
 
 def _reduction(channels: int, size: int) -> nn.Sequential:
@@ -50,15 +56,8 @@ class CovariancePooling(Head):
     """
 
     def __init__(self, channels: int, size: int = 256, iterations: int = 0) -> None:
-        super().__init__()
-        self.reduce = _reduction(channels, size)
+        super().__init__(_reduction(channels, size), size * (size + 1) // 2)
         self.iterations = iterations
-        self.out_channels = size * (size + 1) // 2
-
-    def reduced(self, x: Tensor) -> Tensor:
-        """To ``size`` channels."""
-        out: Tensor = self.reduce(x)
-        return out
 
     def values(self, x: Tensor) -> Tensor:
         """The upper triangle of the root."""
@@ -77,14 +76,7 @@ class BilinearPooling(Head):
     """
 
     def __init__(self, channels: int, size: int = 128) -> None:
-        super().__init__()
-        self.reduce = _reduction(channels, size) if size else nn.Identity()
-        self.out_channels = (size or channels) ** 2
-
-    def reduced(self, x: Tensor) -> Tensor:
-        """To ``size`` channels."""
-        out: Tensor = self.reduce(x)
-        return out
+        super().__init__(_reduction(channels, size) if size else nn.Identity(), (size or channels) ** 2)
 
     def values(self, x: Tensor) -> Tensor:
         """The moments, normalised."""
@@ -103,10 +95,7 @@ class CompactBilinearPooling(Head):
     sign: Tensor
 
     def __init__(self, channels: int, size: int = 8192) -> None:
-        super().__init__()
-        if size < 1:
-            raise ValueError(f"size is {size}; expected at least 1, its authors take 8192")
-        self.out_channels = size
+        super().__init__(nn.Identity(), size)
         self.register_buffer("index", torch.randint(size, (2, channels)))
         self.register_buffer("sign", 2.0 * torch.randint(2, (2, channels)) - 1)
 

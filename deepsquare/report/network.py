@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from deepsquare.cost import Cost, cost
-from deepsquare.models import create_model, vanilla_cnn
+from deepsquare.cost import cost
+from deepsquare.models import vanilla_cnn
 
 PAPER = (  # Table 1: the type of each layer and its output
     ("Conv3×3s2", "16×16×32"),
@@ -29,13 +29,6 @@ class Layer:
     output: str
     parameters: int
     macs: int
-
-
-@cache
-def cost_of(model: str, spec: str) -> Cost:
-    """The cost of a model by name, built without its weights."""
-    with torch.device("meta"):
-        return cost(create_model(model, spec))
 
 
 @cache

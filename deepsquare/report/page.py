@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from deepsquare import verdict
 from deepsquare._files import make_writable, replacing
-from deepsquare.cost import short
+from deepsquare.cost import cost_of, short
 from deepsquare.experiments.tables import PEERS, TABLES
 from deepsquare.report import curves, figures, network, peers, spirals
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
@@ -117,7 +117,7 @@ def _figure(
 
 def _cost(line: Line) -> dict[str, Any]:
     """Parameters and multiply-accumulates of a line, with what it adds to its base."""
-    cost, base = (network.cost_of(line.entry.model, spec) for spec in (line.entry.spec, ""))
+    cost, base = (cost_of(line.entry.model, spec) for spec in (line.entry.spec, ""))
     return {"cost": cost, "added": cost.added_to(base), "more": cost.parameters / base.parameters - 1}
 
 
