@@ -23,7 +23,7 @@ results: $(READY)
 support: $(READY)
 	$(BIN)/python docs/support_matrix.py
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard deepsquare/kernels/cpu*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

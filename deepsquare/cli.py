@@ -215,12 +215,13 @@ def _report(results: tuple[Path, ...], figures: tuple[Path, ...], output: Path) 
 
 @app.command
 def bench(
-    subject: tyro.conf.Positional[Literal["train", "models"]],
+    subject: tyro.conf.Positional[Literal["train", "models", "ops"]],
     *,
     rounds: int | None = None,
     steps: int | None = None,
     backbones: tuple[str, ...] = (),
     specs: tuple[str, ...] = (),
+    functions: tuple[str, ...] = (),
     data: Path | None = None,
     results: Path = Path("out/results"),
 ) -> None:
@@ -228,22 +229,25 @@ def bench(
 
     Args:
         subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader; models is
-            every technique and peer against its plain network.
-        rounds: Turns of each contestant: 5 for train and 9 for models if not given.
+            every technique and peer against its plain network; ops is every function against the limit of the memory,
+            the formula, the compiler and timm's attentions.
+        rounds: Turns of each contestant: 5 for train, 9 for models and 15 for ops if not given.
         steps: Of train, the training steps of a turn; one epoch when not given.
         backbones: Of models, the networks; the paper's four when not given.
         specs: Of models, what is put into them; all techniques and peers when not given.
+        functions: Of ops, the functions; all when not given.
         data: Of train, the folder with CIFAR-10; fetched and cached when not given.
         results: Folder for the rows.
     """
-    from deepsquare.bench import models, train
+    from deepsquare.bench import models, ops, train
 
     if subject == "train":
         train.run(rounds=5 if rounds is None else rounds, steps=steps, folder=data, results=results)
-    else:
+    elif subject == "models":
         turns = 9 if rounds is None else rounds
-        chosen = backbones or models.BACKBONES, specs or models.SPECS
-        models.run(*chosen, rounds=turns, results=results)
+        models.run(backbones or models.BACKBONES, specs or models.SPECS, rounds=turns, results=results)
+    else:
+        ops.run(functions or tuple(ops.FUNCTIONS), rounds=15 if rounds is None else rounds, results=results)
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:

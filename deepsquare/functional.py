@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepsquare import kernels
+
 _HALF = (torch.float16, torch.bfloat16)
 _REAL = (torch.float64, torch.float32, *_HALF)
 
@@ -31,6 +33,10 @@ def square(x: Tensor) -> Tensor:
 def relu_square(x: Tensor) -> Tensor:
     """Equation (19): σ(t) = max(0, t)², elementwise; any shape, the type of ``x``."""
     _require_real(x)
+    return kernels.run("relu_square", _relu_square, x)
+
+
+def _relu_square(x: Tensor) -> Tensor:
     positive = F.relu(x)
     return positive * positive  # autograd keeps this one tensor, for both operations
 
@@ -180,11 +186,31 @@ def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
 
     ``x`` is F (N, C, spatial…), ``alpha`` a tensor of one element; returns the shape and type of ``x``. For
     half types G and s stay in float32, and the product is rounded once: right for every finite float16 map.
-    Without a compiler that product is a float32 temporary.
     """
     _require_map(x)
+    _require_one_element("alpha", alpha)
+    return kernels.run("square_excitation", _square_excitation, x, alpha)
+
+
+def _square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
     s = scale_proportion(_mean_square(x), alpha)
     return (x * _unflattened(s, x)).to(x.dtype)  # autograd keeps x and s, never a float32 copy of x
+
+
+def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor) -> Tensor:
+    """The end of a residual block with Square-Excitation: max(0, F_ijk · s_k + R_ijk).
+
+    ``x`` is F, ``alpha`` as in :func:`square_excitation`, ``residual`` is R, of the shape and type of ``x``. One
+    function, since in one pass it costs no more than the addition and the ReLU alone.
+    """
+    _require_map(x)
+    _require_one_element("alpha", alpha)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"The residual has shape {tuple(residual.shape)} and type {residual.dtype}, expected those of the "
+            f"branch: {tuple(x.shape)} and {x.dtype}."
+        )
+    return kernels.run_add_relu("square_excitation", _square_excitation, x, alpha, residual=residual)
 
 
 class _MeanSquare(torch.autograd.Function):
@@ -222,6 +248,10 @@ def _mean_square(x: Tensor) -> Tensor:
     """Square-Pooling in the accumulation type: every caller's way to it."""
     if torch.compiler.is_compiling():
         return x.to(_accumulation_type(x)).square().mean(_spatial(x))  # the compiler fuses this into one pass
+    return kernels.run("mean_square", _mean_square_in_one_pass, x)
+
+
+def _mean_square_in_one_pass(x: Tensor) -> Tensor:
     pooled: Tensor = _MeanSquare.apply(x)  # type: ignore[no-untyped-call]
     return pooled
 
@@ -232,7 +262,7 @@ _BLOCK = 1 << 20  # elements: 4 MB in float32, small enough to stay in the cache
 
 
 def _mean_square_forward(x: Tensor) -> Tensor:
-    """One pass over the map, without a temporary of its size. The place to choose a faster kernel.
+    """One pass over the map, without a temporary of its size.
 
     x.square() writes the whole map out and reads it back. ``vector_norm`` reads it once, but on a CPU it is not
     vectorised where channels are innermost (channels_last), first makes a float32 copy of half types, and adds up

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from deepsquare.bench import models, train
+from deepsquare.bench import models, ops, train
 from deepsquare.report import peers
 from deepsquare.results import Store
 
@@ -38,6 +39,23 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(time.low <= time.value <= time.high for time in found.times.values())
 
 
+def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # a minute of compiling, for nothing
+    monkeypatch.setattr(ops, "cases", lambda functions: [ops.Case(name, 16, 6) for name in functions])
+    ops.run(["square_pooling", "square_excitation"], rounds=2, batch=2, results=tmp_path)
+    assert "square_excitation/contiguous/float32" in " ".join(capsys.readouterr().out.split())
+    pooling, excitation = Store(tmp_path / "bench.jsonl").rows()
+    found = excitation.metrics["16×6×6"]
+    assert found["bytes"] == 2 * 16 * 36 * 4
+    for kind in (ops.FORWARD, ops.STEP):
+        assert {"formula / ours", "compiled / ours", "kernels off / ours", "timm SE / ours"} <= set(found[kind])
+        low, high = found[kind]["ours / limit"][1:]
+        assert 0 < low <= found[kind]["ours / limit"][0] <= high
+    assert found[ops.FORWARD]["allocated"]["ours"] == found["bytes"]
+    assert found[ops.FORWARD]["allocated"]["formula"] > 2 * found["bytes"]
+    assert pooling.metrics["16×6×6"][ops.FORWARD]["allocated"]["ours"] == 2 * 16 * 4
+
+
 def test_a_contestant_that_dies_ends_the_benchmark(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no CIFAR-10 in"):
         train.run(rounds=1, steps=1, folder=tmp_path / "nothing", results=tmp_path)
@@ -51,3 +69,7 @@ def test_a_contestant_that_dies_ends_the_benchmark(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rounds is 0 and steps is None; expected at least 1"):
         train.run(rounds=0, results=tmp_path)
+    with pytest.raises(ValueError, match="there is no function 'relu'; choose from square_pooling"):
+        ops.run(["relu"], results=tmp_path)
+    with pytest.raises(ValueError, match="batch is 0"):
+        ops.run(batch=0, results=tmp_path)

@@ -16,6 +16,7 @@ ROOT = Path(deepsquare.__file__).parent
 ORDER = (
     "_files",
     "_torchvision",
+    "kernels",
     "functional",
     "nn",
     "peers",

@@ -284,6 +284,24 @@ def test_peers_on_the_page(make: Callable[..., Page]) -> None:
     assert "reproduced" not in page.line("cifarpeers", "Bilinear (C=32)")[-1]  # the paper claims nothing
 
 
+def test_functions_on_the_page(make: Callable[..., Page]) -> None:
+    times = {
+        "seconds": [1e-3, 1e-3, 1e-3],
+        "limit": [5e-4, 4e-4, 6e-4],
+        "ours / limit": [2.0, 1.5, 2.5],
+        "formula / ours": [3.0, 3.0, 3.0],
+        "compiled / ours": [1.5, 1.5, 1.5],
+        "allocated": {"ours": 1_000_000, "formula": 3_000_000},
+    }
+    case = {"forward": times, "forward + backward": times, "bytes": 1_000_000}
+    metrics = {"64×56×56": case, "64×28×28": {**case, "bytes": 250_000}}
+    described = {"rounds": 9, "threads": 2, "batch": 1}
+    page = make([Row("bench", "ops/square_excitation/contiguous/float32", 0, described, metrics, 1.0)])
+    assert page.line("ops", "64×56×56")[1:4] == ["2.00[1.50, 2.50]", "3.00", "1.50"]
+    assert page.line("ops", "64×56×56")[-2:] == ["1.00", "3.00"]
+    assert "Square-Excitation, on the largest map: limit 4 GB/s, ours 2 GB/s" in page.text
+
+
 def test_one_run_under_two_labels_counts_once() -> None:
     rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("pooling", BASE, row="Square-Pooling")]
     findings = find(TABLE_2, rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from deepsquare._files import make_writable
 from deepsquare.cost import cost_of
+from deepsquare.kernels import without_kernels
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store
 from deepsquare.statistics import median_ratio
@@ -32,7 +34,8 @@ SPECS = (
     "pooling", "softmin", "excitation", "encoding", "pooling+excitation",
     "se", "ge_theta_minus", "ge_theta", "gsop1", "gsop2", "mpn_cov", "isqrt_cov", "bilinear", "compact_bilinear",
 )  # fmt: skip
-LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
+KERNEL_WORDS = {"pooling", "excitation"}  # these are measured without the kernels too
+KINDS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
 Seconds = dict[str, list[float]]  # by kind of work, one a turn
 
 
@@ -102,9 +105,9 @@ def run(
         metrics: dict[str, Any] = {
             spec: {
                 "cost": asdict(cost_of(backbone, spec)),
-                "seconds": {kind: {"own": _rounded(own[kind]), "base": _rounded(base[kind])} for kind in own},
+                "seconds": {kind: {who: _rounded(own[kind]) for who, own in seconds.items()} for kind in KINDS},
             }
-            for spec, (own, base) in times.items()
+            for spec, seconds in times.items()
         }
         metrics[""] = {"cost": asdict(cost_of(backbone, ""))}
         seconds = round(time.perf_counter() - start, 1)
@@ -112,22 +115,26 @@ def run(
         Store(results / "bench.jsonl").append(row)
 
 
-def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
-    times = {}
+def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, dict[str, Seconds]]:
+    """By spec the times of the plain network, ``base``, of the equipped one, ``own``, and ``without_kernels``."""
+    times: dict[str, dict[str, Seconds]] = {}
     plain = Contestant(backbone, "")
     with Progress(transient=True) as progress:
         bar = progress.add_task(backbone, total=len(specs) * rounds)
         for spec in specs:
             progress.update(bar, description=f"{backbone}, {spec}")
             contestant = Contestant(backbone, spec)
-            own: Seconds = {kind: [] for kind in contestant.work}
-            base: Seconds = {kind: [] for kind in contestant.work}
+            runs: dict[str, tuple[Contestant, Callable[[], AbstractContextManager[None]]]]
+            runs = {"base": (plain, nullcontext), "own": (contestant, nullcontext)}
+            if not KERNEL_WORDS.isdisjoint(spec.split("+")):
+                runs["without_kernels"] = (contestant, without_kernels)
+            times[spec] = {who: {kind: [] for kind in KINDS} for who in runs}
             for _ in range(rounds):
-                for kind in contestant.work:
-                    base[kind].append(plain.time(kind))
-                    own[kind].append(contestant.time(kind))
+                for kind in KINDS:
+                    for who, (network, mode) in runs.items():
+                        with mode():
+                            times[spec][who][kind].append(network.time(kind))
                 progress.advance(bar)
-            times[spec] = own, base
     return times
 
 
@@ -135,15 +142,17 @@ def _rounded(seconds: Sequence[float]) -> list[float]:
     return [round(value, 5) for value in seconds]
 
 
-def _table(backbone: str, times: Mapping[str, tuple[Seconds, Seconds]], rounds: int) -> Table:
+def _table(backbone: str, times: Mapping[str, Mapping[str, Seconds]], rounds: int) -> Table:
     table = Table(
         title=f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
         caption=f"median of {rounds} turns, and its 95% interval",
     )
     table.add_column("spec")
-    for kind in (LATENCY, THROUGHPUT, TRAINING):
+    for kind in KINDS:
         table.add_column(kind, justify="right")
-    for spec, (own, base) in times.items():
-        found = [median_ratio(own[kind], base[kind]) for kind in own]
-        table.add_row(spec, *(f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" for ratio in found))
+    for spec, seconds in times.items():
+        for who in [who for who in seconds if who != "base"]:
+            found = [median_ratio(seconds[who][kind], seconds["base"][kind]) for kind in KINDS]
+            name = spec if who == "own" else f"{spec}, kernels off"
+            table.add_row(name, *(f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" for ratio in found))
     return table

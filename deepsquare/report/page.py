@@ -15,7 +15,7 @@ from deepsquare import verdict
 from deepsquare._files import make_writable, replacing
 from deepsquare.cost import cost_of, short
 from deepsquare.experiments.tables import PEERS, TABLES
-from deepsquare.report import curves, figures, network, peers, spirals
+from deepsquare.report import curves, figures, network, ops, peers, spirals
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
 from deepsquare.results import Row
 from deepsquare.verdict import Verdict
@@ -70,6 +70,7 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
     claims = summary(cifar)
     measured = peers.backbones(rows)
     found_peers = find(PEERS, rows)
+    functions = ops.measured(rows)
     return {
         "rule": verdict,
         "claims": claims,
@@ -87,6 +88,8 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
         "backbones": measured,
         "accuracy_against_time": peers.accuracy_against_time(measured.get("resnet50")),
         "peers": (found_peers, [_cost(line) for line in found_peers.lines]),
+        "ops": functions,
+        "rooflines": ops.rooflines(functions),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
         "candidates": candidates(rows),
         "conditions": conditions([*figures.fig2_row(results), *rows]),

@@ -48,6 +48,11 @@ class Equipped(nn.Module):
             kwargs = {**kwargs, first: self._run_all("input", kwargs[first])}
         return self._run_all("output", super().forward(*args, **kwargs))
 
+    def without_inserted(self, x: Tensor) -> Tensor:
+        """What the base class computes, alone."""
+        y: Tensor = super().forward(x)
+        return y
+
     def _run_all(self, at: str, x: Tensor) -> Tensor:
         for name, position in self.deepsquare_inserted.items():
             if position == at:

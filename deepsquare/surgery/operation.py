@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
 from deepsquare.surgery.finder import find_sites, last_strides, named_site, reader_of_pooling
 from deepsquare.surgery.insertion import PREFIX, Equipped, insert, remove_inserted
 from deepsquare.surgery.site import Site, Sites
@@ -97,6 +98,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
             insert(model, site, placed[site].name, module)
         if any(change.attribute == "weight" for change in changes):
             _trace_changed(model, graph, "with more pooled values; something else reads them, or their number is fixed")
+        fuse_blocks(model)
         if dropout is not None:
             changes += _set_dropout(model, sites, dropout)
         filled = sites.filled({site: str(word) for site, word in placed.items()})
@@ -104,6 +106,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         record = Equipment(format_spec(words), dropout, filled, revived, tuple(changes))
         model.deepsquare_equipment = record  # type: ignore[assignment]
     except BaseException:  # a spec that does not suit, a model that takes no new attributes: as it was
+        unfuse_blocks(model)
         remove_inserted(model)
         _undo(model, changes)
         raise
@@ -124,6 +127,7 @@ def unequip(model: Model) -> Model:
     present = equipment(model)
     if present is None:
         return model
+    unfuse_blocks(model)
     remove_inserted(model)
     _undo(model, present.changes)
     for name in present.revived:

@@ -1,0 +1,157 @@
+"""The functions of :mod:`deepsquare.functional`, fused: one pass over a map where plain operations take several.
+
+:func:`run` is the one place that chooses. The kernels serve eager mode on plain tensors. Whatever looks at operations
+(``torch.compile``, ``torch.export``, ``vmap`` and the other transforms, forward-mode derivatives, fake tensors,
+dispatch modes, subclasses) is shown the plain ones, and so is a second derivative.
+
+``DEEPSQUARE_KERNELS=0`` in the environment, or :func:`without_kernels`, turns them off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from deepsquare.kernels import cpu
+
+__all__ = ["run", "run_add_relu", "serve", "without_kernels"]
+
+_enabled = ContextVar("_enabled", default=os.environ.get("DEEPSQUARE_KERNELS") != "0")
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, every function runs as plain operations: to compare, or to look for the cause of a difference."""
+    before = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(before)
+
+
+def serve(*inputs: Tensor) -> bool:
+    """Whether kernels will take these inputs, the map first."""
+    return not torch.compiler.is_compiling() and _kernels_for(*inputs) is not None
+
+
+def run(name: str, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The function ``name`` of ``inputs``, the map first: by a kernel where one serves, else ``plain``."""
+    if torch.compiler.is_compiling():  # first: a compiler goes no further
+        return plain(*inputs)
+    kernels = _kernels_for(*inputs)
+    if kernels is None:
+        return plain(*inputs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        result: Tensor = _Fused.apply(kernels, name, plain, *inputs)  # type: ignore[no-untyped-call]
+        return result
+    return _forward(kernels, name, *inputs)
+
+
+def run_add_relu(name: str, plain: Callable[..., Tensor], *inputs: Tensor, residual: Tensor) -> Tensor:
+    """ReLU(function ``name`` of ``inputs`` + ``residual``), likewise; the kernel is called ``name`` + ``_add_relu``."""
+    kernels = None if torch.compiler.is_compiling() else _kernels_for(*inputs, residual)
+    if kernels is None:
+        return torch.relu(plain(*inputs) + residual)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, residual)):
+        result: Tensor = _FusedAddReLU.apply(kernels, name, plain, residual, *inputs)  # type: ignore[no-untyped-call]
+        return result
+    return _forward(kernels, name + "_add_relu", *inputs, residual)
+
+
+def _kernels_for(*inputs: Tensor) -> ModuleType | None:
+    """The module whose kernels can take these inputs, if nothing looks at what is computed."""
+    x = inputs[0]
+    if (
+        not _enabled.get()
+        or not all(_is_plain(tensor) and tensor.device == x.device for tensor in inputs)
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    if x.device.type == "cpu":
+        return cpu if cpu.supports(x) else None
+    if x.is_cuda:
+        from deepsquare.kernels import gpu  # here, since it imports Triton
+
+        return gpu if gpu.supports(x) else None
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """A tensor with memory of its own that holds what it says."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout == torch.strided
+        and not tensor.is_neg()
+        and torch._C._has_storage(tensor)  # a vmapped one has none
+    )
+
+
+class _Fused(torch.autograd.Function):
+    """A kernel and the kernel of its gradient, keeping the inputs and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, name: str, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.kernels, ctx.name, ctx.plain = kernels, name, plain
+        ctx.save_for_backward(*inputs)
+        return _forward(kernels, name, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled() or _kernels_for(*inputs, *gradients) is None:
+            found = _plain_gradients(ctx.plain, inputs, needed, *gradients)
+        else:
+            found = getattr(ctx.kernels, ctx.name + "_backward")(*gradients, *inputs)
+        return None, None, None, *found
+
+
+class _FusedAddReLU(torch.autograd.Function):
+    """The same with the addition and the ReLU; their gradient needs the result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: ModuleType, name: str, plain: Callable[..., Tensor], residual: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        result = _forward(kernels, name + "_add_relu", *inputs, residual)
+        ctx.kernels, ctx.name, ctx.plain = kernels, name, plain
+        ctx.save_for_backward(result, *inputs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        result, *inputs = ctx.saved_tensors
+        if torch.is_grad_enabled() or _kernels_for(*inputs, *gradients, result) is None:
+            arriving = gradients[0].masked_fill(result <= 0, 0)
+            found = _plain_gradients(ctx.plain, inputs, ctx.needs_input_grad[4:], arriving)
+        else:
+            backward = getattr(ctx.kernels, ctx.name + "_add_relu_backward")
+            *found, arriving = backward(*gradients, result, *inputs)
+        return None, None, None, arriving, *found
+
+
+def _plain_gradients(
+    plain: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
+) -> Iterator[Tensor | None]:
+    """By plain operations, which can be differentiated again."""
+    again = torch.is_grad_enabled()
+    wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(plain(*inputs), wanted, gradient, create_graph=again) if wanted else ())
+    return (next(found) if need else None for need in needed)
+
+
+def _forward(kernels: ModuleType, name: str, *inputs: Tensor) -> Tensor:
+    result: Tensor = getattr(kernels, name)(*inputs)
+    return result

@@ -1,0 +1,226 @@
+/* The squares, fused, for a CPU: every pass reads its maps once and writes its result once.
+
+   Plain C for gcc and clang, without a header of Python or PyTorch: one build serves every version of both. The vectors
+   are the compilers' own extension; x86 needs AVX2, FMA and F16C (Haswell, Zen and later), which is asked at run time.
+
+   Threads are those of PyTorch. A second OpenMP runtime would bring a second pool of threads that compete with the
+   first, so none is linked: cpu.py hands over the three functions of the runtime that PyTorch itself has loaded. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#endif
+
+typedef float floats __attribute__((vector_size(32)));
+typedef uint32_t words __attribute__((vector_size(32)));
+typedef uint16_t halves __attribute__((vector_size(16)));
+typedef int32_t masks __attribute__((vector_size(32)));
+typedef double doubles __attribute__((vector_size(64)));
+
+enum { LANES = 8, WIDEST = 2048, RUN = 1 << 12 }; /* values in a vector, channels in a chunk, values in a run */
+
+static inline floats splat(float value) { return value - (floats){0}; }
+static inline floats positive(floats v) { return (floats)((words)v & (words)~(v < 0)); } /* NaN stays */
+static inline floats where(masks keep, floats v) { return (floats)((masks)v & keep); }
+
+static inline float total(floats v) {
+    float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
+    return (a + b) + (c + d);
+}
+
+/* The last `count` lanes. */
+static inline masks last(long count) {
+    static const int32_t lanes[2 * LANES] = {[LANES] = -1, -1, -1, -1, -1, -1, -1, -1};
+    masks m;
+    memcpy(&m, lanes + count, sizeof m);
+    return m;
+}
+
+static inline void accumulate(double *sums, floats v, int first) {
+    doubles wide = __builtin_convertvector(v, doubles), before;
+    memcpy(&before, sums, sizeof before);
+    if (!first) wide += before;
+    memcpy(sums, &wide, sizeof wide);
+}
+
+/* ---- number formats: eight values from memory as floats, and back, rounded to nearest even ---- */
+
+typedef struct { uint16_t bits; } bfloat;
+typedef struct { uint16_t bits; } half;
+
+static inline floats load_float(const float *p) {
+    floats v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store_float(float *p, floats v) { memcpy(p, &v, sizeof v); }
+
+static inline floats load_bfloat(const bfloat *p) {
+    halves bits;
+    memcpy(&bits, p, sizeof bits);
+    return (floats)(__builtin_convertvector(bits, words) << 16);
+}
+
+static inline halves rounded(floats v) {
+    words bits = (words)v, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, number = (words)(v == v);
+    return __builtin_convertvector((up & number) | (0x7fc0 & ~number), halves);
+}
+
+static inline void store_bfloat(bfloat *p, floats v) {
+    halves bits = rounded(v);
+    memcpy(p, &bits, sizeof bits);
+}
+
+#if defined(__x86_64__)
+static inline floats load_half(const half *p) { return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+
+static inline __m128i narrow(floats v) {
+    return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+static inline void store_half(half *p, floats v) { _mm_storeu_si128((__m128i *)p, narrow(v)); }
+#else
+typedef _Float16 narrow __attribute__((vector_size(16)));
+
+static inline floats load_half(const half *p) {
+    narrow v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, floats);
+}
+
+static inline void store_half(half *p, floats v) {
+    narrow few = __builtin_convertvector(v, narrow);
+    memcpy(p, &few, sizeof few);
+}
+#endif
+
+/* Past the caches: without reading a line first that is overwritten whole, or driving out what is still needed. */
+#if defined(__x86_64__)
+static inline void stream_float(float *p, floats v) { _mm256_stream_ps(p, (__m256)v); }
+static inline void stream_bfloat(bfloat *p, floats v) { _mm_stream_si128((__m128i *)p, (__m128i)rounded(v)); }
+static inline void stream_half(half *p, floats v) { _mm_stream_si128((__m128i *)p, narrow(v)); }
+static inline void finish_streams(void) { _mm_sfence(); }
+#else
+static inline void stream_float(float *p, floats v) { store_float(p, v); }
+static inline void stream_bfloat(bfloat *p, floats v) { store_bfloat(p, v); }
+static inline void stream_half(half *p, floats v) { store_half(p, v); }
+static inline void finish_streams(void) {}
+#endif
+
+/* ---- jobs and threads ---- */
+
+enum kind { /* the same order as in cpu.py */
+    POOL, SCALE, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD, RELU_SQUARE, RELU_SQUARE_BACKWARD
+};
+static inline int backward(int kind) { return kind == EXCITE_BACKWARD || kind == EXCITE_ADD_RELU_BACKWARD; }
+
+/* One call: maps of n × c planes of `positions` values, all in one layout, and one number for each plane. */
+typedef struct job job;
+typedef void (*runner)(const job *, long from, long to); /* a range of tasks */
+struct job {
+    const void *x, *gradient, *residual, *result; /* maps that are read; */
+    void *y, *residual_gradient;                  /* maps that are written; */
+    const float *factor;                          /* read for each plane, */
+    float *share;                                 /* written for each plane */
+    float alpha;
+    long n, c, positions;
+    long past;         /* write past the caches? */
+    long tasks, width; /* a task is a plane or, with channels innermost, `width` channels of an image */
+    runner run;
+};
+
+static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*own_number)(void), (*team_size)(void);
+
+void deepsquare_use_threads(void *run, void *number, void *size) {
+    parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))run;
+    own_number = (int (*)(void))number;
+    team_size = (int (*)(void))size;
+}
+
+static void run_share(const job *j, long number, long size) {
+    j->run(j, j->tasks * number / size, j->tasks * (number + 1) / size);
+    if (j->past) finish_streams();
+}
+
+static void member(void *j) { run_share(j, own_number(), team_size()); }
+
+static void start(job *j, long threads) {
+    enum { SMALL = 1 << 15 }; /* values, as in PyTorch: below it a second thread costs more than it brings */
+    if (threads < 2 || j->tasks < 2 || !parallel || j->n * j->c * j->positions < SMALL)
+        run_share(j, 0, 1);
+    else
+        parallel(member, j, (unsigned)threads, 0);
+}
+
+/* How many channels a task takes where they are innermost: all, so that memory is read in its order, unless threads
+   would have nothing to do; but whole cache lines. */
+static long chunk_width(const job *j, long threads) {
+    enum { LINE = 16, TASKS = 4 };
+    long width = j->c < WIDEST ? j->c : WIDEST;
+    while (width > 4 * LINE && j->n * ((j->c + width - 1) / width) < TASKS * threads)
+        width = (width / 2 + LINE - 1) / LINE * LINE;
+    return width;
+}
+
+/* ---- Equation (25): the scale of a plane, and what its gradient needs ---- */
+
+typedef struct { float scale, slope, alpha_slope; } excited;
+
+static inline excited excitation(float g, float alpha) {
+    float offset = alpha * alpha, sum = g + offset;
+    if (offset == 0 || sum < 1.17549435e-38f || g == INFINITY) return (excited){1, 0, 0};
+    if (sum == INFINITY) return (excited){0, 0, 0};
+    return (excited){g / sum, offset / sum / sum, -2 * alpha * (g / sum) / sum};
+}
+
+#define T float
+#define NAME(name) name##_float
+#include "cpu_kernels.h"
+#undef T
+#undef NAME
+
+#define T bfloat
+#define NAME(name) name##_bfloat
+#include "cpu_kernels.h"
+#undef T
+#undef NAME
+
+#define T half
+#define NAME(name) name##_half
+#include "cpu_kernels.h"
+
+int deepsquare_supported(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    return 1;
+#endif
+}
+
+/* Runs the job for `format` 0 float, 1 bfloat, 2 half; in planes or with channels innermost. */
+void deepsquare_run(job *j, int kind, int format, int channels_last, long threads) {
+    enum { LARGE = 1 << 24 }; /* bytes: more than a last cache keeps until the next operation */
+    long bytes = j->n * j->c * j->positions * (format == 0 ? 4 : 2);
+    j->past = bytes >= LARGE && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % sizeof(floats) == 0;
+    j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kind][channels_last];
+    if (kind >= RELU_SQUARE) {
+        j->tasks = (j->positions + RUN - 1) / RUN;
+    } else if (channels_last) {
+        j->width = chunk_width(j, threads);
+        j->tasks = j->n * ((j->c + j->width - 1) / j->width);
+    } else {
+        j->tasks = j->n * j->c;
+    }
+    start(j, threads);
+}

@@ -1,0 +1,234 @@
+/* The kernels for one number format T, held in memory as T and computed in float; cpu.c includes this for each format.
+
+   A map in the usual layout is a row of planes, and a task is one plane. In channels_last an image is a row of
+   positions with all channels at each, and a task is `width` neighbouring channels of one image. Either way the values
+   of a task are summed first and then read again from a cache.
+
+   Rows rarely divide into whole vectors. The last vector of a row ends where the row ends and overlaps the one before:
+   sums mask what was counted already, results are written twice alike. */
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Eight values, or the fewer that a row of less than a vector has. */
+INLINE floats NAME(read)(const T *p, long left) {
+    if (left >= LANES) return NAME(load)(p);
+    T few[LANES] = {0};
+    for (long i = 0; i < left; i++) few[i] = p[i];
+    return NAME(load)(few);
+}
+
+INLINE void NAME(write)(T *p, long left, floats v) {
+    if (left >= LANES) {
+        NAME(store)(p, v);
+        return;
+    }
+    T few[LANES];
+    NAME(store)(few, v);
+    for (long i = 0; i < left; i++) p[i] = few[i];
+}
+
+/* The maps of a job from one task on; those that a kind does not use are never touched. */
+typedef struct { const T *x, *gradient, *residual, *result; T *y, *residual_gradient; } NAME(maps);
+
+INLINE NAME(maps) NAME(maps_from)(const job *j, long offset) {
+    return (NAME(maps)){
+        (const T *)j->x + offset, (const T *)j->gradient + offset, (const T *)j->residual + offset,
+        (const T *)j->result + offset, (T *)j->y + offset, (T *)j->residual_gradient + offset};
+}
+
+/* The gradient that reaches the sum of branch and residual: nothing where the ReLU cut it off. */
+INLINE floats NAME(arriving)(const NAME(maps) * m, long i, long left, int kind) {
+    floats g = NAME(read)(m->gradient + i, left);
+    return kind == EXCITE_ADD_RELU_BACKWARD ? where(~(NAME(read)(m->result + i, left) <= 0), g) : g;
+}
+
+typedef struct { floats squares, products; } NAME(sums);
+
+INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left, masks counted, int kind) {
+    floats v = where(counted, NAME(read)(m->x + i, left));
+    sums->squares += v * v;
+    if (backward(kind)) sums->products += where(counted, v * NAME(arriving)(m, i, left, kind));
+}
+
+/* Σ x² and, in the backward pass, Σ x·g of a plane. Floats add up over 128 values a lane, doubles beyond. */
+INLINE void NAME(plane_sums)(const NAME(maps) * m, long count, double *squares, double *products, int kind) {
+    enum { STEP = 4 * LANES, BLOCK = 1 << 12 };
+    const masks all = ~(masks){0};
+    *squares = *products = 0;
+    for (long from = 0; from < count; from += BLOCK) {
+        long to = count - from < BLOCK ? count : from + BLOCK, i = from;
+        NAME(sums) s[4] = {0};
+        for (; i + STEP <= to; i += STEP)
+            for (int k = 0; k < 4; k++) NAME(add)(&s[k], m, i + k * LANES, LANES, all, kind);
+        for (; i + LANES <= to; i += LANES) NAME(add)(&s[0], m, i, LANES, all, kind);
+        if (i < to && count >= LANES) NAME(add)(&s[1], m, to - LANES, LANES, last(to - i), kind);
+        if (i < to && count < LANES) NAME(add)(&s[1], m, i, to - i, all, kind);
+        *squares += total(s[0].squares + s[1].squares + s[2].squares + s[3].squares);
+        if (backward(kind)) *products += total(s[0].products + s[1].products + s[2].products + s[3].products);
+    }
+}
+
+/* The same for each channel of a chunk: floats over 32 rows, doubles beyond. Row by row, as memory is prefetched. */
+INLINE void NAME(chunk_sums)(
+    const NAME(maps) * m, long rows, long width, long stride, double *squares, double *products, int kind) {
+    enum { BLOCK = 32 };
+    const masks all = ~(masks){0};
+    NAME(sums) part[WIDEST / LANES];
+    long vectors = (width + LANES - 1) / LANES, whole = width / LANES;
+    for (long row = 0; row < rows; row++) {
+        if (row % BLOCK == 0) memset(part, 0, (size_t)vectors * sizeof *part);
+        for (long v = 0; v < whole; v++) NAME(add)(&part[v], m, row * stride + v * LANES, LANES, all, kind);
+        if (whole < vectors) NAME(add)(&part[whole], m, row * stride + whole * LANES, width % LANES, all, kind);
+        if (row % BLOCK == BLOCK - 1 || row == rows - 1)
+            for (long v = 0; v < vectors; v++) {
+                accumulate(squares + v * LANES, part[v].squares, row < BLOCK);
+                if (backward(kind)) accumulate(products + v * LANES, part[v].products, row < BLOCK);
+            }
+    }
+}
+
+typedef struct { floats y, residual_gradient; } NAME(results);
+
+INLINE NAME(results) NAME(compute)(const NAME(maps) * m, long i, long left, floats scale, floats slope, int kind) {
+    floats v = NAME(read)(m->x + i, left), w = {0};
+    if (backward(kind)) {
+        w = NAME(arriving)(m, i, left, kind);
+        v = w * scale + v * slope;
+    } else {
+        v *= scale;
+        if (kind == EXCITE_ADD_RELU) v = positive(v + NAME(read)(m->residual + i, left));
+    }
+    return (NAME(results)){v, w};
+}
+
+INLINE void NAME(put)(const NAME(maps) * m, long i, long left, NAME(results) r, int kind) {
+    NAME(write)(m->y + i, left, r.y);
+    if (kind == EXCITE_ADD_RELU_BACKWARD) NAME(write)(m->residual_gradient + i, left, r.residual_gradient);
+}
+
+/* The same past the caches, to an address that a whole vector divides. */
+INLINE void NAME(put_past)(const NAME(maps) * m, long i, NAME(results) r, int kind) {
+    NAME(stream)(m->y + i, r.y);
+    if (kind == EXCITE_ADD_RELU_BACKWARD) NAME(stream)(m->residual_gradient + i, r.residual_gradient);
+}
+
+/* The second pass over a row: scale and slope are `one` for all, or one for each value. What the first pass reads next
+   lies `ahead`: fetched now, it arrives while this row is written. The maps that are written begin at like addresses. */
+INLINE void NAME(apply)(
+    const NAME(maps) * m, long width, const float *scale, const float *slope, int one, long ahead, int past, int kind) {
+#define AT(i, count) \
+    NAME(compute)(m, i, count, one ? splat(*scale) : load_float(scale + (i)), one ? splat(*slope) : load_float(slope + (i)), kind)
+    if (width < LANES) {
+        NAME(put)(m, 0, width, AT(0, width), kind);
+        return;
+    }
+    long end = width - LANES, i = (long)(-(uintptr_t)m->y % (LANES * sizeof(T)) / sizeof(T));
+    if (i > 0) NAME(put)(m, 0, LANES, AT(0, LANES), kind);
+    for (; i < end; i += LANES) {
+        if (ahead) {
+            __builtin_prefetch(m->x + i + ahead);
+            if (backward(kind)) __builtin_prefetch(m->gradient + i + ahead);
+            if (kind == EXCITE_ADD_RELU_BACKWARD) __builtin_prefetch(m->result + i + ahead);
+        }
+        if (past)
+            NAME(put_past)(m, i, AT(i, LANES), kind);
+        else
+            NAME(put)(m, i, LANES, AT(i, LANES), kind);
+    }
+    NAME(put)(m, end, LANES, AT(end, LANES), kind);
+#undef AT
+}
+
+/* The numbers of a plane, between the passes. */
+INLINE void NAME(conclude)(
+    const job *j, long plane, double squares, double products, float *scale, float *slope, int kind) {
+    if (kind == SCALE) {
+        *scale = j->factor[plane];
+        return;
+    }
+    float mean = (float)(squares / (double)j->positions);
+    if (kind == POOL) {
+        j->share[plane] = mean;
+        return;
+    }
+    excited e = excitation(mean, j->alpha);
+    *scale = e.scale;
+    if (backward(kind)) {
+        *slope = (float)(2 * products / (double)j->positions) * e.slope;
+        j->share[plane] = (float)products * e.alpha_slope;
+    }
+}
+
+INLINE void NAME(planes)(const job *j, long from, long to, int kind) {
+    double squares = 0, products = 0;
+    float scale = 0, slope = 0;
+    for (long plane = from; plane < to; plane++) {
+        NAME(maps) m = NAME(maps_from)(j, plane * j->positions);
+        if (kind != SCALE) NAME(plane_sums)(&m, j->positions, &squares, &products, kind);
+        NAME(conclude)(j, plane, squares, products, &scale, &slope, kind);
+        if (kind != POOL) NAME(apply)(&m, j->positions, &scale, &slope, 1, kind == SCALE ? 0 : j->positions, j->past, kind);
+    }
+}
+
+INLINE void NAME(chunks)(const job *j, long from, long to, int kind) {
+    double squares[WIDEST + LANES], products[WIDEST + LANES];
+    float scale[WIDEST + LANES], slope[WIDEST + LANES];
+    long chunks = (j->c + j->width - 1) / j->width;
+    for (long task = from; task < to; task++) {
+        long image = task / chunks, first = task % chunks * j->width;
+        long width = j->c - first < j->width ? j->c - first : j->width;
+        NAME(maps) m = NAME(maps_from)(j, image * j->c * j->positions + first);
+        if (kind != SCALE) NAME(chunk_sums)(&m, j->positions, width, j->c, squares, products, kind);
+        for (long c = 0; c < width; c++)
+            NAME(conclude)(j, image * j->c + first + c, squares[c], products[c], scale + c, slope + c, kind);
+        if (kind == POOL) continue;
+        for (long row = 0; row < j->positions; row++) {
+            NAME(maps) at = NAME(maps_from)(j, (image * j->positions + row) * j->c + first);
+            NAME(apply)(&at, width, scale, slope, 0, 0, j->past, kind);
+        }
+    }
+}
+
+/* Code of its own for each kind. */
+#define KIND(kind) \
+    static void NAME(kind##_planes)(const job *j, long from, long to) { NAME(planes)(j, from, to, kind); } \
+    static void NAME(kind##_chunks)(const job *j, long from, long to) { NAME(chunks)(j, from, to, kind); }
+KIND(POOL)
+KIND(SCALE)
+KIND(EXCITE)
+KIND(EXCITE_BACKWARD)
+KIND(EXCITE_ADD_RELU)
+KIND(EXCITE_ADD_RELU_BACKWARD)
+#undef KIND
+
+/* ---- ReLU-Square and its gradient: any layout, a task is a run of RUN values ---- */
+
+INLINE void NAME(relu_squares)(const job *j, long from, long to, int backward) {
+    long end = to * RUN < j->positions ? to * RUN : j->positions;
+    const T *x = j->x, *g = j->gradient;
+    T *y = j->y;
+    for (long i = from * RUN; i < end; i += LANES) {
+        floats v = positive(NAME(read)(x + i, end - i));
+        v = backward ? NAME(read)(g + i, end - i) * (v + v) : v * v;
+        if (j->past && end - i >= LANES)
+            NAME(stream)(y + i, v);
+        else
+            NAME(write)(y + i, end - i, v);
+    }
+}
+
+static void NAME(relu_square)(const job *j, long from, long to) { NAME(relu_squares)(j, from, to, 0); }
+static void NAME(relu_square_backward)(const job *j, long from, long to) { NAME(relu_squares)(j, from, to, 1); }
+
+static const runner NAME(runners)[][2] = {
+    {NAME(POOL_planes), NAME(POOL_chunks)},
+    {NAME(SCALE_planes), NAME(SCALE_chunks)},
+    {NAME(EXCITE_planes), NAME(EXCITE_chunks)},
+    {NAME(EXCITE_BACKWARD_planes), NAME(EXCITE_BACKWARD_chunks)},
+    {NAME(EXCITE_ADD_RELU_planes), NAME(EXCITE_ADD_RELU_chunks)},
+    {NAME(EXCITE_ADD_RELU_BACKWARD_planes), NAME(EXCITE_ADD_RELU_BACKWARD_chunks)},
+    {NAME(relu_square), NAME(relu_square)},
+    {NAME(relu_square_backward), NAME(relu_square_backward)},
+};
+
+#undef INLINE
