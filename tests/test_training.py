@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_run_or_none_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"is not a training checkpoint.*remove it to start anew"):
             fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
     torch.save({"version": 1, "progress": {}}, place)
-    with pytest.raises(ValueError, match=r"has no model, optimiser; remove it to start anew"):
+    with pytest.raises(ValueError, match=r"has no model, optimiser, random, recipe; remove it to start anew"):
         fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
 
 

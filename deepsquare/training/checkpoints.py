@@ -54,11 +54,11 @@ def load_progress(
         raise ValueError(f"{path} is not a training checkpoint, or a damaged one; remove it to start anew") from error
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"{path} is not a training checkpoint of version {VERSION}; remove it to start anew")
-    if missing := {"model", "optimiser", "progress"} - state.keys():
+    if missing := {"model", "optimiser", "progress", "random", "recipe"} - state.keys():
         raise ValueError(f"{path} has no {', '.join(sorted(missing))}; remove it to start anew")
     progress: dict[str, Any] = state["progress"]
     expected = {"identity": identity, "recipe": asdict(recipe)}
-    found = {"identity": progress.get("identity"), "recipe": state.get("recipe", expected["recipe"])}
+    found = {"identity": progress.get("identity"), "recipe": state["recipe"]}
     for name, value in expected.items():
         if found[name] != value:
             reason = f"{path} belongs to another run: its {name} is {found[name]}; expected {value}"
@@ -68,6 +68,5 @@ def load_progress(
         optimiser.load_state_dict(state["optimiser"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"{path} belongs to another model: {error}. Remove it or give another place") from error
-    if "random" in state:
-        torch.set_rng_state(state["random"])
+    torch.set_rng_state(state["random"])
     return progress
