@@ -201,6 +201,21 @@ def test_channels_that_are_zero() -> None:
     assert bool(right.isfinite().all())
 
 
+def test_a_root_that_float32_does_not_reach_is_taken_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = second_order.covariance(torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)))
+    eigh, expected = torch.linalg.eigh, second_order.root_by_eigenvalues(matrix)
+
+    def failing(given: Tensor) -> Any:
+        if given.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("it did not converge")  # type: ignore[attr-defined]
+        return eigh(given)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    found = second_order.root_by_eigenvalues(matrix)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("root", [second_order.root_by_eigenvalues, second_order.root_by_newton_schulz])
 def test_second_derivatives(root: Callable[[Tensor], Tensor]) -> None:
     x = normal(1, 3, 9).requires_grad_()

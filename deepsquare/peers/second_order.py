@@ -33,11 +33,20 @@ def root_by_eigenvalues(matrix: Tensor) -> Tensor:
     return root
 
 
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """LAPACK's divide and conquer may not converge on an ill-conditioned matrix in float32; in float64 it does."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        values, vectors = (found.to(matrix.dtype) for found in torch.linalg.eigh(matrix.double()))
+    return values, vectors
+
+
 class _RootByEigenvalues(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        values, vectors = torch.linalg.eigh(torch.where(finite, matrix, 0))  # it fails on what is not finite
+        values, vectors = _eigh(torch.where(finite, matrix, 0))  # it fails on what is not finite
         # What is lost in rounding counts as zero, whatever its sign.
         noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
         roots = torch.where(values > noise, values, 0).sqrt()
