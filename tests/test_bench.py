@@ -1,5 +1,6 @@
 """The benchmarks run, compare and store; what they measure is told by running them, not by a test."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,18 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def one_map(functions: Sequence[str]) -> list[ops.Case]:
+        kinds = (("contiguous", "float32"), ("channels_last", "bfloat16"))
+        return [ops.Case(name, 16, 6, *kind) for name in functions for kind in kinds]
+
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # a minute of compiling, for nothing
-    monkeypatch.setattr(ops, "cases", lambda functions: [ops.Case(name, 16, 6) for name in functions])
-    ops.run(["square_pooling", "square_excitation"], rounds=2, batch=2, results=tmp_path)
+    monkeypatch.setattr(ops, "cases", one_map)
+    ops.run(tuple(ops.FUNCTIONS), rounds=2, batch=2, results=tmp_path)
     assert "square_excitation/contiguous/float32" in " ".join(capsys.readouterr().out.split())
-    pooling, excitation = Store(tmp_path / "bench.jsonl").rows()
+    rows = {row.row: row for row in Store(tmp_path / "bench.jsonl").rows()}
+    assert len(rows) == 2 * len(ops.FUNCTIONS)
+    pooling, excitation = (rows[f"ops/{name}/contiguous/float32"] for name in ("square_pooling", "square_excitation"))
     found = excitation.metrics["16×6×6"]
     assert found["bytes"] == 2 * 16 * 36 * 4
     for kind in (ops.FORWARD, ops.STEP):

@@ -163,7 +163,7 @@ def measure(case: Case, compiled: Call, rounds: int, batch: int) -> dict[str, An
         torch.randn(shape).to(dtype).contiguous(memory_format=LAYOUTS[case.layout]) for _ in range(3)
     )
     memory = x.permute(0, 2, 3, 1) if case.layout == "channels_last" else x  # the same values in the order of memory
-    alpha = torch.ones(1, requires_grad=True)
+    alpha = torch.ones(1, dtype=dtype, requires_grad=True)  # as in a model of that type: the formula keeps it
     limits: dict[str, Callable[[], Any]] = {
         "read": memory.sum,
         "copy": x.clone,
@@ -174,8 +174,7 @@ def measure(case: Case, compiled: Call, rounds: int, batch: int) -> dict[str, An
     for name in function.peers:
         module = _peer(name, case.channels).to(dtype).to(memory_format=LAYOUTS[case.layout])  # type: ignore[call-overload]
         forms[name] = lambda x, alpha, residual, module=module: module(x)
-    leaf = x.detach().requires_grad_()
-    given = (leaf, alpha, residual.requires_grad_())
+    given = (x.detach().requires_grad_(), alpha, residual.detach().requires_grad_())
     if case.function == "square_pooling":
         gradient = torch.randn(shape[:2]).to(dtype)
 

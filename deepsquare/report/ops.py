@@ -26,7 +26,7 @@ MAPS = {
     "square_excitation_add_relu": 3,
     "relu_square": 2,
 }  # moved, at least
-FORWARD, STEP = "forward", "forward + backward"
+FORWARD = "forward"
 
 
 @dataclass(frozen=True)

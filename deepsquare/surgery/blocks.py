@@ -19,10 +19,10 @@ from torchvision.models import resnet as torchvision_resnet
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import Equipped
+from deepsquare.surgery.insertion import PREFIX, Equipped
 
 Branch = Callable[[Any, Tensor], Tensor]
-EXCITATION = "deepsquare_excitation"
+EXCITATION = PREFIX + "excitation"
 
 
 def _torchvision_basic(block: Any, x: Tensor) -> Any:
