@@ -143,6 +143,7 @@ def run(
         bar = progress.add_task("", total=sum(map(len, rows.values())))
         for row, of_row in rows.items():
             start, metrics = time.perf_counter(), {}
+            torch.compiler.reset()  # code of one row counts against the limit of recompilations of the next
             compiled = torch.compile(FUNCTIONS[of_row[0].function].formula, dynamic=True, fullgraph=True)
             for case in of_row:
                 progress.update(bar, description=f"{row} {case.name}")

@@ -19,21 +19,25 @@
 #endif
 #endif
 
-typedef float floats __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(32))), quads __attribute__((vector_size(16)));
 typedef uint32_t words __attribute__((vector_size(32)));
 typedef uint16_t halves __attribute__((vector_size(16)));
 typedef int32_t masks __attribute__((vector_size(32)));
 typedef double doubles __attribute__((vector_size(64)));
 
-enum { LANES = 8, WIDEST = 2048, RUN = 1 << 12 }; /* values in a vector, channels in a chunk, values in a run */
+enum { LANES = 8, LINE = 64 };            /* values in a vector, bytes in a cache line */
+enum { WIDEST = 2048, RUN = 1 << 12 }; /* channels in a chunk, values in a run */
 
 static inline floats splat(float value) { return value - (floats){0}; }
 static inline floats positive(floats v) { return (floats)((words)v & (words)~(v < 0)); } /* NaN stays */
 static inline floats where(masks keep, floats v) { return (floats)((masks)v & keep); }
 
 static inline float total(floats v) {
-    float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
-    return (a + b) + (c + d);
+    quads low, high;
+    memcpy(&low, &v, sizeof low);
+    memcpy(&high, (char *)&v + sizeof low, sizeof high);
+    low += high;
+    return (low[0] + low[1]) + (low[2] + low[3]);
 }
 
 /* The last `count` lanes. */
@@ -65,14 +69,24 @@ static inline floats load_float(const float *p) {
 static inline void store_float(float *p, floats v) { memcpy(p, &v, sizeof v); }
 
 static inline floats load_bfloat(const bfloat *p) {
+#if defined(__x86_64__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     halves bits;
     memcpy(&bits, p, sizeof bits);
     return (floats)(__builtin_convertvector(bits, words) << 16);
+#endif
 }
 
 static inline halves rounded(floats v) {
     words bits = (words)v, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, number = (words)(v == v);
-    return __builtin_convertvector((up & number) | (0x7fc0 & ~number), halves);
+    up = (up & number) | (0x7fc0 & ~number);
+#if defined(__x86_64__)
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)up, (__m256i)up), 0x08);
+    return (halves)_mm256_castsi256_si128(packed);
+#else
+    return __builtin_convertvector(up, halves);
+#endif
 }
 
 static inline void store_bfloat(bfloat *p, floats v) {
@@ -133,6 +147,7 @@ struct job {
     float *share;                                 /* written for each plane */
     float alpha;
     long n, c, positions;
+    double inverse;    /* of the positions */
     long past;         /* write past the caches? */
     long tasks, width; /* a task is a plane or, with channels innermost, `width` channels of an image */
     runner run;
@@ -165,10 +180,10 @@ static void start(job *j, long threads) {
 /* How many channels a task takes where they are innermost: all, so that memory is read in its order, unless threads
    would have nothing to do; but whole cache lines. */
 static long chunk_width(const job *j, long threads) {
-    enum { LINE = 16, TASKS = 4 };
+    enum { WHOLE = LINE / 2, TASKS = 4 };
     long width = j->c < WIDEST ? j->c : WIDEST;
-    while (width > 4 * LINE && j->n * ((j->c + width - 1) / width) < TASKS * threads)
-        width = (width / 2 + LINE - 1) / LINE * LINE;
+    while (width > 2 * WHOLE && j->n * ((j->c + width - 1) / width) < TASKS * threads)
+        width = (width / 2 + WHOLE - 1) / WHOLE * WHOLE;
     return width;
 }
 
@@ -177,10 +192,9 @@ static long chunk_width(const job *j, long threads) {
 typedef struct { float scale, slope, alpha_slope; } excited;
 
 static inline excited excitation(float g, float alpha) {
-    float offset = alpha * alpha, sum = g + offset;
-    if (offset == 0 || sum < 1.17549435e-38f || g == INFINITY) return (excited){1, 0, 0};
-    if (sum == INFINITY) return (excited){0, 0, 0};
-    return (excited){g / sum, offset / sum / sum, -2 * alpha * (g / sum) / sum};
+    float offset = alpha * alpha, sum = g + offset, scale = g / sum, inverse = 1 / sum;
+    int whole = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = whole || sum == INFINITY;
+    return (excited){whole ? 1 : scale, flat ? 0 : offset * inverse * inverse, flat ? 0 : -2 * alpha * scale * inverse};
 }
 
 #define T float
@@ -212,7 +226,8 @@ int deepsquare_supported(void) {
 void deepsquare_run(job *j, int kind, int format, int channels_last, long threads) {
     enum { LARGE = 1 << 24 }; /* bytes: more than a last cache keeps until the next operation */
     long bytes = j->n * j->c * j->positions * (format == 0 ? 4 : 2);
-    j->past = bytes >= LARGE && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % sizeof(floats) == 0;
+    j->past = bytes >= LARGE && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % LINE == 0;
+    j->inverse = 1 / (double)j->positions;
     j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kind][channels_last];
     if (kind >= RELU_SQUARE) {
         j->tasks = (j->positions + RUN - 1) / RUN;

@@ -39,7 +39,9 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*_MAPS, "factor", "share")),
         ("alpha", ctypes.c_float),
-        *((name, ctypes.c_long) for name in ("n", "c", "positions", "past", "tasks", "width")),
+        *((name, ctypes.c_long) for name in ("n", "c", "positions")),
+        ("inverse", ctypes.c_double),
+        *((name, ctypes.c_long) for name in ("past", "tasks", "width")),
         ("run", ctypes.c_void_p),
     )
 

@@ -42,6 +42,13 @@ INLINE floats NAME(arriving)(const NAME(maps) * m, long i, long left, int kind) 
     return kind == EXCITE_ADD_RELU_BACKWARD ? where(~(NAME(read)(m->result + i, left) <= 0), g) : g;
 }
 
+/* What is read soon, into the caches. */
+INLINE void NAME(fetch)(const NAME(maps) * m, long i, int kind) {
+    __builtin_prefetch(m->x + i);
+    if (backward(kind)) __builtin_prefetch(m->gradient + i);
+    if (kind == EXCITE_ADD_RELU_BACKWARD) __builtin_prefetch(m->result + i);
+}
+
 typedef struct { floats squares, products; } NAME(sums);
 
 INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left, masks counted, int kind) {
@@ -50,16 +57,34 @@ INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left
     if (backward(kind)) sums->products += where(counted, v * NAME(arriving)(m, i, left, kind));
 }
 
+/* While a plane is read: Square-Pooling fetches what comes next, as nothing else does, and the others the lines that the
+   second pass will write, unless it writes past the caches. */
+INLINE void NAME(prepare)(const NAME(maps) * m, long i, long count, int past, int kind) {
+    enum { VALUES = LINE / sizeof(T), AHEAD = 32 * VALUES };
+    for (long end = i + count; i < end; i += VALUES) {
+        if (kind == POOL) {
+            __builtin_prefetch(m->x + i + AHEAD);
+        } else if (!past) {
+            __builtin_prefetch(m->y + i, 1);
+            if (kind == EXCITE_ADD_RELU_BACKWARD) __builtin_prefetch(m->residual_gradient + i, 1);
+        }
+    }
+}
+
 /* Σ x² and, in the backward pass, Σ x·g of a plane. Floats add up over 128 values a lane, doubles beyond. */
-INLINE void NAME(plane_sums)(const NAME(maps) * m, long count, double *squares, double *products, int kind) {
+INLINE void NAME(plane_sums)(
+    const NAME(maps) * m, long count, double *squares, double *products, int past, int kind) {
     enum { STEP = 4 * LANES, BLOCK = 1 << 12 };
     const masks all = ~(masks){0};
     *squares = *products = 0;
     for (long from = 0; from < count; from += BLOCK) {
         long to = count - from < BLOCK ? count : from + BLOCK, i = from;
         NAME(sums) s[4] = {0};
-        for (; i + STEP <= to; i += STEP)
+        for (; i + STEP <= to; i += STEP) {
+            NAME(prepare)(m, i, STEP, past, kind);
             for (int k = 0; k < 4; k++) NAME(add)(&s[k], m, i + k * LANES, LANES, all, kind);
+        }
+        NAME(prepare)(m, i, to - i, past, kind);
         for (; i + LANES <= to; i += LANES) NAME(add)(&s[0], m, i, LANES, all, kind);
         if (i < to && count >= LANES) NAME(add)(&s[1], m, to - LANES, LANES, last(to - i), kind);
         if (i < to && count < LANES) NAME(add)(&s[1], m, i, to - i, all, kind);
@@ -68,16 +93,19 @@ INLINE void NAME(plane_sums)(const NAME(maps) * m, long count, double *squares, 
     }
 }
 
-/* The same for each channel of a chunk: floats over 32 rows, doubles beyond. Row by row, as memory is prefetched. */
+/* The same for each channel of a chunk: floats over 32 rows, doubles beyond. Row by row, in the order of memory. */
 INLINE void NAME(chunk_sums)(
     const NAME(maps) * m, long rows, long width, long stride, double *squares, double *products, int kind) {
-    enum { BLOCK = 32 };
+    enum { BLOCK = 32, AHEAD = 16 };
     const masks all = ~(masks){0};
     NAME(sums) part[WIDEST / LANES];
     long vectors = (width + LANES - 1) / LANES, whole = width / LANES;
     for (long row = 0; row < rows; row++) {
         if (row % BLOCK == 0) memset(part, 0, (size_t)vectors * sizeof *part);
-        for (long v = 0; v < whole; v++) NAME(add)(&part[v], m, row * stride + v * LANES, LANES, all, kind);
+        for (long v = 0; v < whole; v++) {
+            NAME(fetch)(m, (row + AHEAD) * stride + v * LANES, kind);
+            NAME(add)(&part[v], m, row * stride + v * LANES, LANES, all, kind);
+        }
         if (whole < vectors) NAME(add)(&part[whole], m, row * stride + whole * LANES, width % LANES, all, kind);
         if (row % BLOCK == BLOCK - 1 || row == rows - 1)
             for (long v = 0; v < vectors; v++) {
@@ -112,61 +140,83 @@ INLINE void NAME(put_past)(const NAME(maps) * m, long i, NAME(results) r, int ki
     if (kind == EXCITE_ADD_RELU_BACKWARD) NAME(stream)(m->residual_gradient + i, r.residual_gradient);
 }
 
-/* The second pass over a row: scale and slope are `one` for all, or one for each value. What the first pass reads next
-   lies `ahead`: fetched now, it arrives while this row is written. The maps that are written begin at like addresses. */
+/* The second pass over a row: scale and slope are `one` for all, or one for each value. The maps that are written begin
+   at like addresses. Only whole lines are written past the caches: a line that is written both ways goes to memory and
+   back for it, which costs more than all the others together. */
 INLINE void NAME(apply)(
     const NAME(maps) * m, long width, const float *scale, const float *slope, int one, long ahead, int past, int kind) {
 #define AT(i, count) \
     NAME(compute)(m, i, count, one ? splat(*scale) : load_float(scale + (i)), one ? splat(*slope) : load_float(slope + (i)), kind)
-    if (width < LANES) {
-        NAME(put)(m, 0, width, AT(0, width), kind);
-        return;
-    }
-    long end = width - LANES, i = (long)(-(uintptr_t)m->y % (LANES * sizeof(T)) / sizeof(T));
-    if (i > 0) NAME(put)(m, 0, LANES, AT(0, LANES), kind);
-    for (; i < end; i += LANES) {
-        if (ahead) {
-            __builtin_prefetch(m->x + i + ahead);
-            if (backward(kind)) __builtin_prefetch(m->gradient + i + ahead);
-            if (kind == EXCITE_ADD_RELU_BACKWARD) __builtin_prefetch(m->result + i + ahead);
-        }
-        if (past)
+#define PUT(i, count) NAME(put)(m, i, count, AT(i, count), kind)
+    enum { VALUES = LINE / sizeof(T) };
+    long i = 0;
+    if (past && width >= 2 * VALUES) {
+        long start = (long)(-(uintptr_t)m->y % LINE / sizeof(T)), stop = start + (width - start) / VALUES * VALUES;
+        for (; i + LANES <= start; i += LANES) PUT(i, LANES);
+        if (i < start) PUT(i, start - i);
+        for (i = start; i < stop; i += LANES) {
+            if (ahead) NAME(fetch)(m, i + ahead, kind);
             NAME(put_past)(m, i, AT(i, LANES), kind);
-        else
-            NAME(put)(m, i, LANES, AT(i, LANES), kind);
+        }
     }
-    NAME(put)(m, end, LANES, AT(end, LANES), kind);
+    for (; i + LANES <= width; i += LANES) {
+        if (ahead) NAME(fetch)(m, i + ahead, kind);
+        PUT(i, LANES);
+    }
+    if (i < width) {
+        if (past || width < LANES)
+            PUT(i, width - i);
+        else
+            PUT(width - LANES, LANES);
+    }
+#undef PUT
 #undef AT
 }
 
-/* The numbers of a plane, between the passes. */
+/* The numbers of `count` planes, between the passes. */
 INLINE void NAME(conclude)(
-    const job *j, long plane, double squares, double products, float *scale, float *slope, int kind) {
+    const job *j, long plane, long count, const double *squares, const double *products, float *scale, float *slope,
+    int kind) {
     if (kind == SCALE) {
-        *scale = j->factor[plane];
+        memcpy(scale, j->factor + plane, (size_t)count * sizeof *scale);
         return;
     }
-    float mean = (float)(squares / (double)j->positions);
-    if (kind == POOL) {
-        j->share[plane] = mean;
-        return;
-    }
-    excited e = excitation(mean, j->alpha);
-    *scale = e.scale;
-    if (backward(kind)) {
-        *slope = (float)(2 * products / (double)j->positions) * e.slope;
-        j->share[plane] = (float)products * e.alpha_slope;
+    float *share = j->share + plane, alpha = j->alpha;
+    double inverse = j->inverse;
+    for (long k = 0; k < count; k++) {
+        float mean = (float)(squares[k] * inverse);
+        if (kind == POOL) {
+            share[k] = mean;
+            continue;
+        }
+        excited e = excitation(mean, alpha);
+        scale[k] = e.scale;
+        if (backward(kind)) {
+            slope[k] = (float)(2 * products[k] * inverse) * e.slope;
+            share[k] = (float)products[k] * e.alpha_slope;
+        }
     }
 }
 
+/* Small planes go together, as many as the nearest cache keeps between the passes: their numbers are computed at once. */
 INLINE void NAME(planes)(const job *j, long from, long to, int kind) {
-    double squares = 0, products = 0;
-    float scale = 0, slope = 0;
-    for (long plane = from; plane < to; plane++) {
-        NAME(maps) m = NAME(maps_from)(j, plane * j->positions);
-        if (kind != SCALE) NAME(plane_sums)(&m, j->positions, &squares, &products, kind);
-        NAME(conclude)(j, plane, squares, products, &scale, &slope, kind);
-        if (kind != POOL) NAME(apply)(&m, j->positions, &scale, &slope, 1, kind == SCALE ? 0 : j->positions, j->past, kind);
+    enum { NEAREST = 1 << 12, TOGETHER = 16 };
+    double squares[TOGETHER], products[TOGETHER];
+    float scale[TOGETHER], slope[TOGETHER] = {0};
+    long group = NEAREST / j->positions, count;
+    group = group < 1 ? 1 : group < TOGETHER ? group : TOGETHER;
+    long ahead = kind == SCALE ? 0 : group * j->positions;
+    for (long plane = from; plane < to; plane += count) {
+        count = to - plane < group ? to - plane : group;
+        for (long k = 0; kind != SCALE && k < count; k++) {
+            NAME(maps) m = NAME(maps_from)(j, (plane + k) * j->positions);
+            NAME(plane_sums)(&m, j->positions, squares + k, products + k, (int)j->past, kind);
+        }
+        NAME(conclude)(j, plane, count, squares, products, scale, slope, kind);
+        for (long k = 0; kind != POOL && k < count; k++) {
+            NAME(maps) m = NAME(maps_from)(j, (plane + k) * j->positions);
+            NAME(apply)(&m, j->positions, scale + k, slope + k, 1, ahead, j->past, kind);
+        }
     }
 }
 
@@ -179,10 +229,9 @@ INLINE void NAME(chunks)(const job *j, long from, long to, int kind) {
         long width = j->c - first < j->width ? j->c - first : j->width;
         NAME(maps) m = NAME(maps_from)(j, image * j->c * j->positions + first);
         if (kind != SCALE) NAME(chunk_sums)(&m, j->positions, width, j->c, squares, products, kind);
-        for (long c = 0; c < width; c++)
-            NAME(conclude)(j, image * j->c + first + c, squares[c], products[c], scale + c, slope + c, kind);
+        NAME(conclude)(j, image * j->c + first, width, squares, products, scale, slope, kind);
         if (kind == POOL) continue;
-        for (long row = 0; row < j->positions; row++) {
+        for (long row = j->positions - 1; row >= 0; row--) { /* the last rows are still in the nearest cache */
             NAME(maps) at = NAME(maps_from)(j, (image * j->positions + row) * j->c + first);
             NAME(apply)(&at, width, scale, slope, 0, 0, j->past, kind);
         }
@@ -203,18 +252,18 @@ KIND(EXCITE_ADD_RELU_BACKWARD)
 
 /* ---- ReLU-Square and its gradient: any layout, a task is a run of RUN values ---- */
 
+INLINE floats NAME(relu_squared)(const job *j, long i, long left, int backward) {
+    floats v = positive(NAME(read)((const T *)j->x + i, left));
+    return backward ? NAME(read)((const T *)j->gradient + i, left) * (v + v) : v * v;
+}
+
 INLINE void NAME(relu_squares)(const job *j, long from, long to, int backward) {
-    long end = to * RUN < j->positions ? to * RUN : j->positions;
-    const T *x = j->x, *g = j->gradient;
+    long i = from * RUN, end = to * RUN < j->positions ? to * RUN : j->positions;
     T *y = j->y;
-    for (long i = from * RUN; i < end; i += LANES) {
-        floats v = positive(NAME(read)(x + i, end - i));
-        v = backward ? NAME(read)(g + i, end - i) * (v + v) : v * v;
-        if (j->past && end - i >= LANES)
-            NAME(stream)(y + i, v);
-        else
-            NAME(write)(y + i, end - i, v);
-    }
+    if (j->past)
+        for (; i + LANES <= end; i += LANES) NAME(stream)(y + i, NAME(relu_squared)(j, i, LANES, backward));
+    for (; i + LANES <= end; i += LANES) NAME(store)(y + i, NAME(relu_squared)(j, i, LANES, backward));
+    if (i < end) NAME(write)(y + i, end - i, NAME(relu_squared)(j, i, end - i, backward));
 }
 
 static void NAME(relu_square)(const job *j, long from, long to) { NAME(relu_squares)(j, from, to, 0); }
