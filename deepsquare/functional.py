@@ -197,11 +197,12 @@ def _square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
     return (x * _unflattened(s, x)).to(x.dtype)  # autograd keeps x and s, never a float32 copy of x
 
 
-def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor) -> Tensor:
+def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
     """The end of a residual block with Square-Excitation: max(0, F_ijk · s_k + R_ijk).
 
     ``x`` is F, ``alpha`` as in :func:`square_excitation`, ``residual`` is R, of the shape and type of ``x``. One
-    function, since in one pass it costs no more than the addition and the ReLU alone.
+    function, since in one pass it costs no more than the addition and the ReLU alone. ``inplace`` allows the result
+    to be written over ``x``, which must not be used again then; where a gradient needs ``x``, it is not.
     """
     _require_map(x)
     _require_one_element("alpha", alpha)
@@ -210,7 +211,7 @@ def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor) -> Te
             f"The residual has shape {tuple(residual.shape)} and type {residual.dtype}, expected those of the "
             f"branch: {tuple(x.shape)} and {x.dtype}."
         )
-    return kernels.run_add_relu("square_excitation", _square_excitation, x, alpha, residual=residual)
+    return kernels.run_add_relu("square_excitation", _square_excitation, x, alpha, residual=residual, inplace=inplace)
 
 
 class _MeanSquare(torch.autograd.Function):

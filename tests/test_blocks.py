@@ -25,8 +25,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     results: list[Tensor] = []
     function = DF.square_excitation_add_relu
 
-    def noted(*arguments: Any) -> Tensor:
-        results.append(function(*arguments))
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        results.append(function(*arguments, **options))
         return results[-1]
 
     monkeypatch.setattr(DF, "square_excitation_add_relu", noted)

@@ -141,6 +141,27 @@ def test_large_maps_past_the_caches() -> None:
                 torch.testing.assert_close(found, results(name, given), rtol=5e-6, atol=5e-6)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("side", [3, 7, 20])
+def test_few_images_are_shared_by_threads_and_may_be_overwritten(batch: int, side: int) -> None:
+    shape = (batch, 2100, side, side)  # in channels_last an image is cut into two chunks, and into parts of its rows
+    residual, alpha = made(shape, seed=1), torch.tensor([ALPHA])
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = made(shape).contiguous(memory_format=layout)
+        for name in FUNCTIONS:
+            given = (x.clone().requires_grad_(), alpha.clone().requires_grad_(), residual.clone().requires_grad_())
+            found = results(name, given)
+            with kernels.without_kernels():
+                torch.testing.assert_close(found, results(name, given), rtol=5e-6, atol=5e-6)
+        expected, place = DF.square_excitation_add_relu(x, alpha, residual), x.clone()
+        written = DF.square_excitation_add_relu(place, alpha, residual, inplace=True)
+        assert written.data_ptr() == place.data_ptr()
+        assert torch.equal(written, expected)
+        asked = x.clone().requires_grad_()
+        kept = DF.square_excitation_add_relu(asked, alpha, residual, inplace=True)
+        assert kept.data_ptr() != asked.data_ptr()  # its gradient needs it
+
+
 @functions
 def test_keeps_its_input_alone(name: str) -> None:
     given, kept = inputs((2, 4, 8, 8)), []

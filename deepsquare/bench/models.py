@@ -1,6 +1,6 @@
 """What a technique costs in time, on four backbones: each in turn with the plain network, A, B, A, B, in one run.
 
-Times of one turn stand beside each other, so a ratio is taken within each turn, and a slow moment of the machine meets
+Times of one go stand beside each other, so a ratio is taken within each turn, and a slow moment of the machine meets
 both. A result is the median of the ratios with its 95% interval. Networks are run as PyTorch runs them, uncompiled,
 in channels_last.
 """
@@ -36,17 +36,17 @@ SPECS = (
 )  # fmt: skip
 KERNEL_WORDS = {"pooling", "excitation"}  # these are measured without the kernels too
 KINDS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
-Seconds = dict[str, list[float]]  # by kind of work, one a turn
+TURN = 0.4  # seconds of each contestant, in goes that take turns: one slow moment of the machine meets all
+Seconds = dict[str, list[float]]  # by kind of work, one a go
 
 
-def _infer(model: nn.Module, batch: int, repeats: int) -> Callable[[], None]:
+def _infer(model: nn.Module, batch: int) -> Callable[[], None]:
     x = torch.rand(batch, 3, 224, 224).to(memory_format=torch.channels_last)
 
     def work() -> None:
         model.eval()
         with torch.inference_mode():
-            for _ in range(repeats):
-                model(x)
+            model(x)
 
     return work
 
@@ -69,9 +69,8 @@ class Contestant:
     def __init__(self, backbone: str, spec: str) -> None:
         torch.manual_seed(0)
         model = create_model(backbone, spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.work = {LATENCY: _infer(model, 1, 4), THROUGHPUT: _infer(model, 16, 1), TRAINING: _train(model, 8)}
-        for do in self.work.values():
-            do()  # warm
+        self.work = {LATENCY: _infer(model, 1), THROUGHPUT: _infer(model, 16), TRAINING: _train(model, 8)}
+        self.goes = {kind: max(1, int(TURN / min(self.time(kind) for _ in range(2)))) for kind in KINDS}
 
     def time(self, kind: str) -> float:
         """Seconds for one go."""
@@ -131,9 +130,10 @@ def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, dict[st
             times[spec] = {who: {kind: [] for kind in KINDS} for who in runs}
             for _ in range(rounds):
                 for kind in KINDS:
-                    for who, (network, mode) in runs.items():
-                        with mode():
-                            times[spec][who][kind].append(network.time(kind))
+                    for _ in range(plain.goes[kind]):
+                        for who, (network, mode) in runs.items():
+                            with mode():
+                                times[spec][who][kind].append(network.time(kind))
                 progress.advance(bar)
     return times
 
@@ -145,7 +145,7 @@ def _rounded(seconds: Sequence[float]) -> list[float]:
 def _table(backbone: str, times: Mapping[str, Mapping[str, Seconds]], rounds: int) -> Table:
     table = Table(
         title=f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
-        caption=f"median of {rounds} turns, and its 95% interval",
+        caption=f"median over {rounds} rounds of goes in turns, and its 95% interval",
     )
     table.add_column("spec")
     for kind in KINDS:

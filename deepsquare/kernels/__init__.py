@@ -56,15 +56,21 @@ def run(name: str, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return _forward(kernels, name, *inputs)
 
 
-def run_add_relu(name: str, plain: Callable[..., Tensor], *inputs: Tensor, residual: Tensor) -> Tensor:
-    """ReLU(function ``name`` of ``inputs`` + ``residual``), likewise; the kernel is called ``name`` + ``_add_relu``."""
+def run_add_relu(
+    name: str, plain: Callable[..., Tensor], *inputs: Tensor, residual: Tensor, inplace: bool = False
+) -> Tensor:
+    """ReLU(function ``name`` of ``inputs`` + ``residual``), likewise; the kernel is called ``name`` + ``_add_relu``.
+
+    ``inplace`` lets it take the place of the map, where no gradient needs that.
+    """
     kernels = None if torch.compiler.is_compiling() else _kernels_for(*inputs, residual)
     if kernels is None:
         return torch.relu(plain(*inputs) + residual)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, residual)):
         result: Tensor = _FusedAddReLU.apply(kernels, name, plain, residual, *inputs)  # type: ignore[no-untyped-call]
         return result
-    return _forward(kernels, name + "_add_relu", *inputs, residual)
+    written: Tensor = getattr(kernels, name + "_add_relu")(*inputs, residual, inplace=inplace)
+    return written
 
 
 def _kernels_for(*inputs: Tensor) -> ModuleType | None:
@@ -124,7 +130,7 @@ class _FusedAddReLU(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: ModuleType, name: str, plain: Callable[..., Tensor], residual: Tensor, *inputs: Tensor
     ) -> Tensor:
-        result = _forward(kernels, name + "_add_relu", *inputs, residual)
+        result: Tensor = getattr(kernels, name + "_add_relu")(*inputs, residual)
         ctx.kernels, ctx.name, ctx.plain = kernels, name, plain
         ctx.save_for_backward(result, *inputs)
         return result

@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -149,9 +150,20 @@ struct job {
     long n, c, positions;
     double inverse;    /* of the positions */
     long past;         /* write past the caches? */
-    long tasks, width; /* a task is a plane or, with channels innermost, `width` channels of an image */
+    long tasks, parts; /* a task is a plane or, with channels innermost, one of so many parts of an image */
+    long pass;         /* of a task with parts: both passes, or one of them over all tasks */
+    double (*sums)[WIDEST + LANES]; /* between the passes: two rows for each task */
     runner run;
 };
+enum { BOTH, FIRST, SECOND };
+
+static inline void add_parts(double (*total)[WIDEST + LANES], double (*sums)[WIDEST + LANES], long parts, long width) {
+    for (int row = 0; row < 2; row++)
+        for (long k = 0; k < width; k++) {
+            total[row][k] = sums[row][k];
+            for (long part = 1; part < parts; part++) total[row][k] += sums[2 * part + row][k];
+        }
+}
 
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*own_number)(void), (*team_size)(void);
@@ -177,14 +189,10 @@ static void start(job *j, long threads) {
         parallel(member, j, (unsigned)threads, 0);
 }
 
-/* How many channels a task takes where they are innermost: all, so that memory is read in its order, unless threads
-   would have nothing to do; but whole cache lines. */
-static long chunk_width(const job *j, long threads) {
-    enum { WHOLE = LINE / 2, TASKS = 4 };
-    long width = j->c < WIDEST ? j->c : WIDEST;
-    while (width > 2 * WHOLE && j->n * ((j->c + width - 1) / width) < TASKS * threads)
-        width = (width / 2 + WHOLE - 1) / WHOLE * WHOLE;
-    return width;
+/* In how many parts an image goes: one, unless threads would wait for each other. */
+static long parts_of(const job *j, long threads) {
+    enum { MANY = 4, ROWS = 16 };
+    return j->n >= MANY * threads || j->n % threads == 0 || j->positions < ROWS * threads ? 1 : threads;
 }
 
 /* ---- Equation (25): the scale of a plane, and what its gradient needs ---- */
@@ -232,10 +240,23 @@ void deepsquare_run(job *j, int kind, int format, int channels_last, long thread
     if (kind >= RELU_SQUARE) {
         j->tasks = (j->positions + RUN - 1) / RUN;
     } else if (channels_last) {
-        j->width = chunk_width(j, threads);
-        j->tasks = j->n * ((j->c + j->width - 1) / j->width);
+        j->parts = parts_of(j, threads);
+        j->tasks = j->n * ((j->c + WIDEST - 1) / WIDEST) * j->parts;
     } else {
         j->tasks = j->n * j->c;
     }
+    j->pass = BOTH;
+    if (channels_last && kind != SCALE && kind < RELU_SQUARE && j->parts > 1) {
+        j->sums = malloc((size_t)(2 * j->tasks) * sizeof *j->sums);
+        if (j->sums) {
+            j->pass = FIRST;
+            start(j, threads);
+            j->pass = SECOND;
+        } else {
+            j->tasks /= j->parts;
+            j->parts = 1;
+        }
+    }
     start(j, threads);
+    if (j->pass == SECOND) free(j->sums);
 }

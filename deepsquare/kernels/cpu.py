@@ -41,8 +41,8 @@ class _Job(ctypes.Structure):
         ("alpha", ctypes.c_float),
         *((name, ctypes.c_long) for name in ("n", "c", "positions")),
         ("inverse", ctypes.c_double),
-        *((name, ctypes.c_long) for name in ("past", "tasks", "width")),
-        ("run", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("past", "tasks", "parts", "pass_")),
+        *((name, ctypes.c_void_p) for name in ("sums", "run")),
     )
 
 
@@ -93,9 +93,10 @@ def square_excitation_backward(gradient: Tensor, x: Tensor, alpha: Tensor) -> tu
     return y, share.sum().to(alpha.dtype).reshape(alpha.shape)
 
 
-def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor) -> Tensor:
-    """max(0, F · s + residual): the end of a residual block."""
-    return _run(_Kind.EXCITE_ADD_RELU, x, y=torch.empty_like(x), residual=residual, alpha=alpha)
+def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
+    """max(0, F · s + residual): the end of a residual block, if wished in the place of F."""
+    y = x if inplace else torch.empty_like(x)
+    return _run(_Kind.EXCITE_ADD_RELU, x, y=y, residual=residual, alpha=alpha)
 
 
 def square_excitation_add_relu_backward(

@@ -1,11 +1,11 @@
 /* The kernels for one number format T, held in memory as T and computed in float; cpu.c includes this for each format.
 
    A map in the usual layout is a row of planes, and a task is one plane. In channels_last an image is a row of
-   positions with all channels at each, and a task is `width` neighbouring channels of one image. Either way the values
-   of a task are summed first and then read again from a cache.
+   positions with all channels at each, and a task is an image or, where there are few of them, a part of its rows.
+   Either way the values of a task are summed first and then read again from a cache.
 
    Rows rarely divide into whole vectors. The last vector of a row ends where the row ends and overlaps the one before:
-   sums mask what was counted already, results are written twice alike. */
+   sums mask what was counted already, results are written twice alike, unless they take the place of what is read. */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -164,7 +164,7 @@ INLINE void NAME(apply)(
         PUT(i, LANES);
     }
     if (i < width) {
-        if (past || width < LANES)
+        if (past || width < LANES || m->x == m->y) /* nothing is written twice where it would be read again */
             PUT(i, width - i);
         else
             PUT(width - LANES, LANES);
@@ -176,12 +176,12 @@ INLINE void NAME(apply)(
 /* The numbers of `count` planes, between the passes. */
 INLINE void NAME(conclude)(
     const job *j, long plane, long count, const double *squares, const double *products, float *scale, float *slope,
-    int kind) {
+    float *share, int kind) {
     if (kind == SCALE) {
         memcpy(scale, j->factor + plane, (size_t)count * sizeof *scale);
         return;
     }
-    float *share = j->share + plane, alpha = j->alpha;
+    float alpha = j->alpha;
     double inverse = j->inverse;
     for (long k = 0; k < count; k++) {
         float mean = (float)(squares[k] * inverse);
@@ -212,7 +212,7 @@ INLINE void NAME(planes)(const job *j, long from, long to, int kind) {
             NAME(maps) m = NAME(maps_from)(j, (plane + k) * j->positions);
             NAME(plane_sums)(&m, j->positions, squares + k, products + k, (int)j->past, kind);
         }
-        NAME(conclude)(j, plane, count, squares, products, scale, slope, kind);
+        NAME(conclude)(j, plane, count, squares, products, scale, slope, j->share + plane, kind);
         for (long k = 0; kind != POOL && k < count; k++) {
             NAME(maps) m = NAME(maps_from)(j, (plane + k) * j->positions);
             NAME(apply)(&m, j->positions, scale + k, slope + k, 1, ahead, j->past, kind);
@@ -220,18 +220,24 @@ INLINE void NAME(planes)(const job *j, long from, long to, int kind) {
     }
 }
 
+/* A task is a part of the rows of a chunk. Where there are several, the first pass over all of them comes first, since
+   the second needs the sums of all. */
 INLINE void NAME(chunks)(const job *j, long from, long to, int kind) {
-    double squares[WIDEST + LANES], products[WIDEST + LANES];
-    float scale[WIDEST + LANES], slope[WIDEST + LANES];
-    long chunks = (j->c + j->width - 1) / j->width;
+    double own[2][WIDEST + LANES];
+    float scale[WIDEST + LANES], slope[WIDEST + LANES], unused[WIDEST + LANES];
+    long chunks = (j->c + WIDEST - 1) / WIDEST;
     for (long task = from; task < to; task++) {
-        long image = task / chunks, first = task % chunks * j->width;
-        long width = j->c - first < j->width ? j->c - first : j->width;
-        NAME(maps) m = NAME(maps_from)(j, image * j->c * j->positions + first);
-        if (kind != SCALE) NAME(chunk_sums)(&m, j->positions, width, j->c, squares, products, kind);
-        NAME(conclude)(j, image * j->c + first, width, squares, products, scale, slope, kind);
+        long part = task % j->parts, image = task / j->parts / chunks, first = task / j->parts % chunks * WIDEST;
+        long width = j->c - first < WIDEST ? j->c - first : WIDEST, plane = image * j->c + first;
+        long start = j->positions * part / j->parts, end = j->positions * (part + 1) / j->parts;
+        NAME(maps) m = NAME(maps_from)(j, (image * j->positions + start) * j->c + first);
+        double(*sums)[WIDEST + LANES] = j->pass == FIRST ? j->sums + 2 * task : own;
+        if (kind != SCALE && j->pass != SECOND) NAME(chunk_sums)(&m, end - start, width, j->c, sums[0], sums[1], kind);
+        if (j->pass == FIRST) continue;
+        if (j->pass == SECOND) add_parts(own, j->sums + 2 * (task - part), j->parts, width);
+        NAME(conclude)(j, plane, width, own[0], own[1], scale, slope, part ? unused : j->share + plane, kind);
         if (kind == POOL) continue;
-        for (long row = j->positions - 1; row >= 0; row--) { /* the last rows are still in the nearest cache */
+        for (long row = end - 1; row >= start; row--) { /* the last rows are still in the nearest cache */
             NAME(maps) at = NAME(maps_from)(j, (image * j->positions + row) * j->c + first);
             NAME(apply)(&at, width, scale, slope, 0, 0, j->past, kind);
         }

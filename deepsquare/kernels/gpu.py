@@ -107,9 +107,9 @@ def square_excitation_backward(gradient: Tensor, x: Tensor, alpha: Tensor) -> tu
     return y, share.sum().to(alpha.dtype).reshape(alpha.shape)
 
 
-def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor) -> Tensor:
-    """max(0, F · s + residual): the end of a residual block."""
-    y = torch.empty_like(x)
+def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
+    """max(0, F · s + residual): the end of a residual block, if wished in the place of F."""
+    y = x if inplace else torch.empty_like(x)
     _run(_excite, x, alpha=alpha, residual=_alike(residual, x), y=y)
     return y
 

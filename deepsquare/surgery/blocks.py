@@ -78,7 +78,8 @@ class FusedBlock(nn.Module):
         downsample = getattr(self, "downsample", None)
         residual = x if downsample is None else downsample(x)
         excitation: SquareExcitation = getattr(norm, EXCITATION)
-        return DF.square_excitation_add_relu(inside, excitation.alpha, residual.to(inside.dtype))
+        residual = residual.to(inside.dtype)
+        return DF.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)  # as the block's own end
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the block's class, as :class:`Equipped` does."""
