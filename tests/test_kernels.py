@@ -115,7 +115,7 @@ def test_equal_to_plain_operations(name: str) -> None:
 @functions
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_number_of_threads_gives_the_same_bits(name: str, layout: str) -> None:
-    given, before = inputs((3, 40, 31, 17), layout=layout), torch.get_num_threads()
+    given, before = inputs((1, 70, 31, 47), layout=layout), torch.get_num_threads()  # one image, in parts
     found = []
     try:
         for threads in (1, 2, 3):
@@ -152,7 +152,7 @@ def test_few_images_are_shared_by_threads_and_may_be_overwritten(batch: int, sid
             given = (x.clone().requires_grad_(), alpha.clone().requires_grad_(), residual.clone().requires_grad_())
             found = results(name, given)
             with kernels.without_kernels():
-                torch.testing.assert_close(found, results(name, given), rtol=5e-6, atol=5e-6)
+                torch.testing.assert_close(found, results(name, given), rtol=5e-6, atol=5e-5)  # α's sums 6,300 planes
         expected, place = DF.square_excitation_add_relu(x, alpha, residual), x.clone()
         written = DF.square_excitation_add_relu(place, alpha, residual, inplace=True)
         assert written.data_ptr() == place.data_ptr()

@@ -274,12 +274,25 @@ def test_peers_on_the_page(make: Callable[..., Page]) -> None:
     cost = asdict(Cost(100, 1000, 10, 400))
     dearer = asdict(Cost(110, 1500, 20, 800))
     seconds = {"inference, batch 1": {"own": [1.5] * 9, "base": [1.0] * 9}}
-    metrics = {"": {"cost": cost}, "se": {"cost": dearer, "seconds": seconds}}
-    bench = Row("bench", "models/resnet50", 0, {"rounds": 9, "threads": 2}, metrics, 1.0)
+    again = {"inference, batch 1": {"own": [2.5] * 20, "base": [2.0] * 20}}
+    both = {"inference, batch 1": {"own": [1.0] * 9, "base": [1.0] * 9, "without_kernels": [1.1] * 9}}
+    metrics = {
+        "": {"cost": cost},
+        "se": {"cost": dearer, "seconds": seconds},
+        "pooling": {"cost": cost, "seconds": both},
+    }
+    more = {"": {"cost": cost}, "se": {"cost": dearer, "seconds": again}}
+    conditions: dict[str, Any] = {"recipe": {"threads": 2}, "seconds": 1.0}
+    bench = [
+        Row("bench", "models/resnet50", 0, metrics=metrics, date="2025-01-02", commit="b", **conditions),
+        Row("bench", "models/resnet50", 1, metrics=more, date="2025-01-03", commit="b", **conditions),
+        Row("bench", "models/resnet50", 2, metrics=metrics, date="2025-01-01", commit="a", **conditions),  # older code
+    ]
     rows = [*rows_of("", BASE), *rows_of("bilinear(size=32)", [value + 1 for value in BASE])]
-    page = make([bench, *rows])
-    assert page.line("peers", "Squeeze-and-Excitation")[1:] == ["10+10%", "+50%", "+100%", "1.50[1.50, 1.50]"]
-    assert "SE: 76.71% at 1.50 times the time" in page.text
+    page = make([*bench, *rows])
+    assert page.line("peers", "Squeeze-and-Excitation")[1:] == ["10+10%", "+50%", "+100%", "1.250[1.25, 1.50]"]
+    assert page.line("peers", "the same without our kernels")[-1] == "1.100[1.10, 1.10]"
+    assert "SE: 76.71% at 1.25 times the time" in page.text
     assert page.line("cifarpeers", "Bilinear (C=32)")[-1].startswith("+1.00")
     assert "reproduced" not in page.line("cifarpeers", "Bilinear (C=32)")[-1]  # the paper claims nothing
 

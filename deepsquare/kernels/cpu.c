@@ -189,10 +189,12 @@ static void start(job *j, long threads) {
         parallel(member, j, (unsigned)threads, 0);
 }
 
-/* In how many parts an image goes: one, unless threads would wait for each other. */
-static long parts_of(const job *j, long threads) {
-    enum { MANY = 4, ROWS = 16 };
-    return j->n >= MANY * threads || j->n % threads == 0 || j->positions < ROWS * threads ? 1 : threads;
+/* In how many parts an image goes: enough for threads where there are few images, whatever their number, as the order of
+   additions shall not depend on it. */
+static long parts_of(const job *j) {
+    enum { TASKS = 4, ROWS = 64 };
+    long wanted = (TASKS + j->n - 1) / j->n, most = j->positions / ROWS;
+    return most < 1 ? 1 : wanted < most ? wanted : most;
 }
 
 /* ---- Equation (25): the scale of a plane, and what its gradient needs ---- */
@@ -240,7 +242,7 @@ void deepsquare_run(job *j, int kind, int format, int channels_last, long thread
     if (kind >= RELU_SQUARE) {
         j->tasks = (j->positions + RUN - 1) / RUN;
     } else if (channels_last) {
-        j->parts = parts_of(j, threads);
+        j->parts = parts_of(j);
         j->tasks = j->n * ((j->c + WIDEST - 1) / WIDEST) * j->parts;
     } else {
         j->tasks = j->n * j->c;

@@ -77,7 +77,8 @@ def rooflines(found: Sequence[Measured]) -> list[tuple[str, Markup]]:
 
 def _roofline(found: Measured) -> Markup:
     points: dict[str, list[tuple[float, float]]] = {"limit": [], "ours": [], "compiled": [], "formula": []}
-    for case in sorted(found.maps.values(), key=lambda case: float(case["bytes"])):
+    by_size = {case["bytes"]: case for case in reversed(found.maps.values())}  # of one size, the first
+    for case in (by_size[size] for size in sorted(by_size)):
         size, times = case["bytes"], case[FORWARD]
         moved, own = MAPS[found.function] * size / 1e9, times["seconds"][0]
         seconds = {"limit": times["limit"][0], "ours": own}

@@ -27,6 +27,7 @@ class Measured:
     cost: Cost
     base: Cost
     times: Mapping[str, Median]
+    without_kernels: Mapping[str, Median]  # the same by plain operations; empty where there is no kernel
 
     @property
     def name(self) -> str:
@@ -41,10 +42,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Backbone:
-    """All specs that were measured on a backbone, in one run."""
+    """All specs that were measured on a backbone."""
 
     name: str
-    row: Row
+    threads: int
     specs: Mapping[str, Measured]
 
     @property
@@ -54,24 +55,36 @@ class Backbone:
 
 
 def backbones(rows: Sequence[Row]) -> dict[str, Backbone]:
-    """The last measurement of each backbone."""
-    found = {}
+    """The measurements of each backbone by spec: those at the commit of its last one, which count together."""
+    groups: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.date):
         kind, _, name = row.row.partition("/")
         if row.experiment == "bench" and kind == "models":
-            base = Cost(**row.metrics[""]["cost"])
-            specs = {
-                spec: Measured(
-                    spec,
-                    Cost(**metrics["cost"]),
-                    base,
-                    {kind: median_ratio(s["own"], s["base"]) for kind, s in metrics["seconds"].items()},
-                )
-                for spec, metrics in row.metrics.items()
-                if spec
-            }
-            found[name] = Backbone(name, row, specs)
-    return found
+            groups.setdefault(name, []).append(row)
+    return {
+        name: Backbone(
+            name,
+            of_name[-1].recipe["threads"],
+            {spec: _measured(spec, of_name) for row in of_name for spec in row.metrics if spec},
+        )
+        for name, of_name in groups.items()
+    }
+
+
+def _measured(spec: str, rows: Sequence[Row]) -> Measured:
+    own = [row for row in rows if spec in row.metrics]
+    own = [row for row in own if (row.commit, row.hardware) == (own[-1].commit, own[-1].hardware)]
+    seconds = [row.metrics[spec]["seconds"] for row in own]
+
+    def ratios(who: str) -> dict[str, Median]:
+        return {
+            kind: median_ratio(*([go for part in seconds for go in part[kind][of]] for of in (who, "base")))
+            for kind in seconds[0]
+            if who in seconds[0][kind]
+        }
+
+    base, cost = (Cost(**own[-1].metrics[name]["cost"]) for name in ("", spec))
+    return Measured(spec, cost, base, ratios("own"), ratios("without_kernels"))
 
 
 def accuracy_against_time(resnet50: Backbone | None) -> Markup | None:
