@@ -1,4 +1,4 @@
-"""The command line: ``deepsquare info | reproduce | report | bench``."""
+"""The command line: ``deepsquare info | train | eval | reproduce | report | bench``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _cost_table(name: str, spec: str, shape: tuple[int, ...], base: Cost, equipp
     return table
 
 
-Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "recipe", "all"]
+Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "proxy", "recipe", "all"]
 
 
 @app.command
@@ -137,12 +137,12 @@ def reproduce(
     A table is a grid of runs that goes on where it stopped, in one process per core or on a Ray cluster.
 
     Args:
-        experiment: Which figure or table; peers are theirs in the vanilla CNN, recipe is the choice of the tables'
-            recipe on held-out training images.
+        experiment: Which figure or table; peers are theirs in the vanilla CNN, proxy is rows of Tables 4 and 7 on
+            the pictures in --data at a small size, recipe is the choice of the tables' recipe on held-out images.
         schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
         seeds: How many seeds: 1 for the tables and 100 for the spirals (fig3 to fig6) if not given.
         rows: Only these rows of the tables, by their labels.
-        data: Folder with CIFAR-10; fetched and cached when not given.
+        data: Folder with CIFAR-10, fetched and cached when not given; of proxy, with train and val.
         processes: How many runs at a time; one per core when not given.
         ray: Address of a Ray cluster, or local to start one here.
         networks: How many random networks of each kind are checked for fig2.
@@ -150,7 +150,7 @@ def reproduce(
         figures: Folder for the figures.
         report: Folder for the page of all.
     """
-    from deepsquare.experiments import cifar10, fig2, spirals, tables
+    from deepsquare.experiments import cifar10, fig2, proxy, spirals, tables
 
     grid: dict[str, Any] = {"results": results, "folder": data, "processes": processes, "ray": ray}
     grids = {
@@ -170,6 +170,12 @@ def reproduce(
         fig2.run(figures, results, networks=networks)
     if (experiment.startswith("fig") and experiment != "fig2") or experiment == "all":
         spirals.run(figures, results, **({} if seeds is None or experiment == "all" else {"seeds": seeds}))
+    if experiment == "proxy":
+        if data is None:
+            raise ValueError("no pictures are named; give a folder with train and val of class folders: --data DIR")
+        proxy.run_proxy(
+            data, seeds=1 if seeds is None else seeds, rows=rows, results=results, processes=processes, ray=ray
+        )
     if experiment == "recipe":
         cifar10.choose_recipe(**grid)
     if chosen:
@@ -215,7 +221,7 @@ def _report(results: tuple[Path, ...], figures: tuple[Path, ...], output: Path) 
 
 @app.command
 def bench(
-    subject: tyro.conf.Positional[Literal["train", "models", "ops"]],
+    subject: tyro.conf.Positional[Literal["train", "models", "ops", "data"]],
     *,
     rounds: int | None = None,
     steps: int | None = None,
@@ -230,15 +236,17 @@ def bench(
     Args:
         subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader; models is
             every technique and peer against its plain network; ops is every function against the limit of the memory,
-            the formula, the compiler and timm's attentions.
-        rounds: Turns of each contestant: 5 for train, 9 for models and 15 for ops if not given.
+            the formula, the compiler and timm's attentions; data is every way to read pictures against torchvision's.
+        rounds: Turns of each contestant: 5 for train, 9 for models and data and 15 for ops if not given.
         steps: Of train, the training steps of a turn; one epoch when not given.
         backbones: Of models, the networks; the paper's four when not given.
         specs: Of models, what is put into them; all techniques and peers when not given.
         functions: Of ops, the functions; all when not given.
-        data: Of train, the folder with CIFAR-10; fetched and cached when not given.
+        data: Of train, the folder with CIFAR-10; fetched and cached when not given. Of data, the folder that holds
+            train, with a folder of pictures for each class.
         results: Folder for the rows.
     """
+    from deepsquare.bench import data as pictures
     from deepsquare.bench import models, ops, train
 
     if subject == "train":
@@ -246,12 +254,27 @@ def bench(
     elif subject == "models":
         turns = 9 if rounds is None else rounds
         models.run(backbones or models.BACKBONES, specs or models.SPECS, rounds=turns, results=results)
+    elif subject == "data":
+        if data is None:
+            raise ValueError(
+                "bench data needs pictures; give --data DIR, which holds train with a folder for each class"
+            )
+        pictures.run(data, rounds=9 if rounds is None else rounds, results=results)
     else:
         ops.run(functions or tuple(ops.FUNCTIONS), rounds=15 if rounds is None else rounds, results=results)
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
     print(f"deepsquare: note: {message}", file=sys.stderr)
+
+
+def _add_training() -> None:
+    """The commands whose flags are the fields of a recipe: which one is told by the arguments."""
+    if sys.argv[1:2] in (["train"], ["eval"], [], ["--help"], ["-h"]):  # the others need not wait for their imports
+        from deepsquare.cli_training import evaluation_command, training_command
+
+        app.command(name="train")(training_command(sys.argv[1:]))
+        app.command(name="eval")(evaluation_command)
 
 
 def main() -> None:
@@ -264,6 +287,7 @@ def main() -> None:
         print(f"deepsquare {metadata.version('deepsquare')}")
         return
     try:
+        _add_training()
         app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: deepsquare info … | head

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from io import FileIO
@@ -142,7 +142,7 @@ def _end_last_line(file: FileIO) -> None:
 
 def conditions() -> dict[str, Any]:
     """Versions, hardware, commit and date, as every row carries them."""
-    return {**_fixed_conditions(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    return {**_fixed_conditions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 @cache

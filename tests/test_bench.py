@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_pictures import make_folder
 
-from deepsquare.bench import models, ops, train
+from deepsquare.bench import data, models, ops, train
+from deepsquare.data.pictures import open_source, write_shards
 from deepsquare.report import peers
 from deepsquare.results import Store
 
@@ -81,3 +83,20 @@ def test_bad_input(tmp_path: Path) -> None:
         ops.run(["relu"], results=tmp_path)
     with pytest.raises(ValueError, match="batch is 0"):
         ops.run(batch=0, results=tmp_path)
+
+
+def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path / "pictures")
+    bench = data.run(folder, rounds=2, pictures=5, results=tmp_path)
+    assert {data.PLAIN, "torchvision, in this process"} <= set(bench.seconds)
+    assert all(len(times) == 2 and min(times) > 0 for times in bench.seconds.values())
+    assert "pictures/s" in capsys.readouterr().out
+    (row,) = Store(tmp_path / "bench.jsonl").rows()
+    assert (row.row, row.recipe["of"], set(row.metrics["seconds"])) == ("data", 6, set(bench.seconds))
+    twice = data.DataBench({data.PLAIN: [2.0, 4.0], "fast": [1.0, 2.0]}, bench.cpu)
+    assert twice.speedup("fast").value == 2.0
+    write_shards(open_source(folder, "train"), tmp_path / "shards" / "train")
+    with pytest.raises(ValueError, match="has shards, which ImageFolder does not read"):
+        data.run(tmp_path / "shards", results=tmp_path)
+    with pytest.raises(ValueError, match="rounds is 0 and pictures is 2048; expected at least 1"):
+        data.run(folder, rounds=0, results=tmp_path)

@@ -127,6 +127,7 @@ def test_all_sites(shell: Shell) -> None:
         ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, GeM"),
         ("reproduce table2 --data nowhere", "nowhere"),
         ("bench train --rounds 0", "rounds is 0"),
+        ("bench data", "bench data needs pictures; give --data DIR"),
     ],
 )
 def test_a_mistake_ends_in_one_line(shell: Shell, line: str, message: str) -> None:

@@ -33,7 +33,9 @@ ORDER = (
     "experiments",
     "report",
     "bench",
+    "cli_training",
     "cli",
+    "__main__",
 )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from deepsquare.data.memory import LabelledImages, MemoryBatches, plain_batches
-from deepsquare.experiments.grid import Evaluation, Run, run_grid
+from deepsquare.experiments.grid import Plainly, Run, run_grid
 from deepsquare.results import Store
-from deepsquare.training import Recipe
+from deepsquare.training import Evaluation, Recipe
 
 RECIPE = Recipe(epochs=6, batch=16, rate=0.05)
 ROWS = {"Original": "", "DeepSquare3": "pooling", "DeepSquare5s-": "softmin"}
@@ -46,4 +46,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     ray = "local" if "ray" in sys.argv[2:] else None
     source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
-    run_grid(RUNS, source, Store(Path(sys.argv[1])), processes=2, ray=ray)
+    run_grid(RUNS, Plainly(source), Store(Path(sys.argv[1])), processes=2, ray=ray)

@@ -32,14 +32,15 @@ from deepsquare.experiments.cifar10 import SCHEDULES
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store
 from deepsquare.statistics import median, median_ratio
-from deepsquare.training import Recipe
-from deepsquare.training.loop import keep_buffers, train_steps
+from deepsquare.training import CifarRecipe
+from deepsquare.training.learner import Engine, Learner
+from deepsquare.training.loop import Tally, keep_buffers, step
 
 IMAGES_PER_EPOCH = 50_000
 Turn = Callable[[int], None]  # does so many steps
 
 
-def _bare(data: LabelledImages, recipe: Recipe) -> Turn:
+def _bare(data: LabelledImages, recipe: CifarRecipe) -> Turn:
     """The same steps on one batch that is never changed: what the data pipeline and the loop are held to."""
     keep_buffers()
     model, optimiser = _model(recipe)
@@ -55,9 +56,9 @@ def _bare(data: LabelledImages, recipe: Recipe) -> Turn:
     return turn
 
 
-def _ours(data: LabelledImages, recipe: Recipe) -> Turn:
+def _ours(data: LabelledImages, recipe: CifarRecipe) -> Turn:
     keep_buffers()
-    model, optimiser = _model(recipe)
+    learner = Learner(_model(recipe)[0], recipe, Engine())
     batches = MemoryBatches(data, recipe.batch, pad=recipe.pad, flip=recipe.flip)
 
     def endless() -> Iterator[tuple[Tensor, Tensor]]:
@@ -69,13 +70,14 @@ def _ours(data: LabelledImages, recipe: Recipe) -> Turn:
     source = endless()
 
     def turn(steps: int) -> None:
-        part = (next(source) for _ in range(steps))
-        train_steps(model, part, optimiser, lambda step: recipe.rate)
+        tally = Tally()
+        for _ in range(steps):
+            step(learner, *next(source), recipe.rate, tally)
 
     return turn
 
 
-def _usual(data: LabelledImages, recipe: Recipe, channels_last: bool = False) -> Turn:
+def _usual(data: LabelledImages, recipe: CifarRecipe, channels_last: bool = False) -> Turn:
     from torch.utils.data import DataLoader
     from torchvision import datasets
     from torchvision.transforms import v2
@@ -119,13 +121,13 @@ def _usual(data: LabelledImages, recipe: Recipe, channels_last: bool = False) ->
     return turn
 
 
-def _usual_tuned(data: LabelledImages, recipe: Recipe) -> Turn:
+def _usual_tuned(data: LabelledImages, recipe: CifarRecipe) -> Turn:
     """The usual data with our memory settings: tells what the data pipeline alone is worth."""
     keep_buffers()
     return _usual(data, recipe, channels_last=True)
 
 
-def _model(recipe: Recipe, channels_last: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _model(recipe: CifarRecipe, channels_last: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = create_model("vanilla_cnn")
     if channels_last:
@@ -133,7 +135,7 @@ def _model(recipe: Recipe, channels_last: bool = True) -> tuple[nn.Module, torch
     return model, recipe.optimiser(model)
 
 
-CONTESTANTS: dict[str, Callable[[LabelledImages, Recipe], Turn]] = {
+CONTESTANTS: dict[str, Callable[[LabelledImages, CifarRecipe], Turn]] = {
     "bare steps on one batch": _bare,
     "deepsquare": _ours,
     "torchvision + DataLoader": _usual,

@@ -1,1 +1,1 @@
-"""Data: spirals, CIFAR-10, and batches of images that fit into memory."""
+"""Data: spirals, CIFAR-10, batches of images that fit into memory, and pictures that do not."""

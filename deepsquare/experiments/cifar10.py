@@ -16,18 +16,18 @@ from torch import Tensor
 
 from deepsquare.data import cifar10
 from deepsquare.data.memory import LabelledImages, MemoryBatches, plain_batches
-from deepsquare.experiments.grid import Evaluation, Run, run_grid
+from deepsquare.experiments.grid import Plainly, Run, run_grid
 from deepsquare.experiments.tables import PEERS, TABLE_2, TABLE_3, PaperTable
 from deepsquare.results import Store
-from deepsquare.training import Recipe
+from deepsquare.training import CifarRecipe, Evaluation
 
-RECIPE = Recipe(epochs=10, weight_decay=1e-4, pad=2)
-SCHEDULES: Mapping[str, Recipe] = {
+RECIPE = CifarRecipe(epochs=10, weight_decay=1e-4, pad=2)
+SCHEDULES: Mapping[str, CifarRecipe] = {
     "quick": replace(RECIPE, epochs=2),
     "short": RECIPE,
     "long": replace(RECIPE, epochs=60),
 }
-CANDIDATES: Mapping[str, Recipe] = {
+CANDIDATES: Mapping[str, CifarRecipe] = {
     f"decay {decay:g}, pad {pad}": replace(RECIPE, weight_decay=decay, pad=pad)
     for decay in (5e-4, 1e-4)
     for pad in (4, 2)
@@ -46,6 +46,7 @@ class Images:
         """Batches to train on and to evaluate on."""
         train, test = _parts(self.folder, self.held_out)
         recipe = run.recipe
+        assert isinstance(recipe, CifarRecipe)
 
         def evaluation() -> Iterable[tuple[Tensor, Tensor]]:
             return plain_batches(test)
@@ -98,7 +99,7 @@ def run_tables(
     """Train every model of the tables under each seed and add the rows to ``cifar10.jsonl``."""
     runs = plan(tables, schedule, seeds, rows)
     cifar10.load(folder)  # fetched once, and a clear word before any process starts
-    run_grid(runs, Images(folder), Store(results / "cifar10.jsonl"), processes=processes, ray=ray)
+    run_grid(runs, Plainly(Images(folder)), Store(results / "cifar10.jsonl"), processes=processes, ray=ray)
 
 
 def choose_recipe(
@@ -114,4 +115,4 @@ def choose_recipe(
         Run("cifar10-recipe", name, 0, "vanilla_cnn", "", "candidate", recipe) for name, recipe in CANDIDATES.items()
     ]
     store = Store(results / "cifar10_recipe.jsonl")
-    run_grid(runs, Images(folder, HELD_OUT), store, processes=processes, ray=ray)
+    run_grid(runs, Plainly(Images(folder, HELD_OUT)), store, processes=processes, ray=ray)

@@ -7,14 +7,14 @@ goes on to the same result. A lock keeps two grids on one store from doing the s
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepsquare._files import make_writable
 from deepsquare.experiments.backend import Backend, LocalBackend, RayBackend
@@ -22,15 +22,17 @@ from deepsquare.experiments.progress import Progress
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store, key
 from deepsquare.statistics import rounded
-from deepsquare.training import Batches, DivergedError, History, Recipe, fit
+from deepsquare.training import Batches, DivergedError, Evaluation, History, Learner, Recipe, fit
+from deepsquare.training.team import cores
 
 try:
     import fcntl
 except ImportError:  # Windows: one grid at a time
     fcntl = None  # type: ignore[assignment]
 
-Evaluation = Callable[[], Iterable[Any]]
+Report = Callable[[str, Mapping[str, Any]], None]
 DataSource = Callable[["Run"], tuple[Batches, Evaluation]]
+Work = Callable[["Run", Path, Report], Row]  # does a run, or goes on with it from the checkpoint at that path
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,16 @@ class Task:
     """A run with what a worker needs to do it, wherever it is."""
 
     run: Run
-    data: DataSource
+    work: Work
     store: Path
 
-    def __call__(self, report: Callable[[str, Mapping[str, Any]], None]) -> Row | None:
+    def __call__(self, report: Report) -> Row | None:
         """Do the run, or go on with it; None where another grid does it or has done it."""
         torch.set_num_threads(1)
         with _claim(checkpoint_of(self.run, self.store).with_suffix(".lock")) as mine:
             if not mine or self.run.key in {row.key for row in Store(self.store).rows()}:
                 return None
-            return execute(self.run, self.data, checkpoint_of(self.run, self.store), report)
+            return self.work(self.run, checkpoint_of(self.run, self.store), report)
 
 
 def checkpoint_of(run: Run, store: Path) -> Path:
@@ -83,13 +85,29 @@ def checkpoint_of(run: Run, store: Path) -> Path:
     return store.parent / ".runs" / f"{hashlib.sha256(run.key.encode()).hexdigest()[:24]}.pt"
 
 
-def execute(
-    run: Run, data: DataSource, checkpoint: Path | None, report: Callable[[str, Mapping[str, Any]], None]
+@dataclass(frozen=True)
+class Plainly:
+    """A run on batches in memory. The same seed means the same first weights, batches, crops and flips."""
+
+    data: DataSource
+
+    def __call__(self, run: Run, checkpoint: Path | None, report: Report) -> Row:
+        """Train one model and make its row."""
+        batches, evaluation = self.data(run)
+        torch.manual_seed(run.seed)
+        model = create_model(run.model, run.spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return row_of(run, model, batches, evaluation, checkpoint, report)
+
+
+def row_of(
+    run: Run,
+    learner: nn.Module | Learner,
+    batches: Batches,
+    evaluation: Evaluation,
+    checkpoint: Path | None,
+    report: Report,
 ) -> Row:
-    """Train one model and make its row. The same seed means the same first weights, batches, crops and flips."""
-    batches, evaluation = data(run)
-    torch.manual_seed(run.seed)
-    model = create_model(run.model, run.spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    """Do a run, divergence being a result too."""
     diverged = None
 
     def on_epoch(history: History) -> None:
@@ -97,23 +115,29 @@ def execute(
 
     try:
         history = fit(
-            model, batches, run.recipe, evaluation, checkpoint=checkpoint, identity=run.key, on_epoch=on_epoch
+            learner, batches, run.recipe, evaluation, checkpoint=checkpoint, identity=run.key, on_epoch=on_epoch
         )
     except DivergedError as error:
         history, diverged = error.history, str(error)
+    metrics = metrics_of(history, diverged)
+    return Row(run.experiment, run.row, run.seed, run.described, metrics, round(history.seconds, 1))
+
+
+def metrics_of(history: History, diverged: str | None = None) -> dict[str, Any]:
+    """What a row says of a history: the final values, and the curves."""
     curves = {
         "train_loss": history.train_loss,
         "train_accuracy": history.train_accuracy,
         "test_loss": history.loss,
         "test_accuracy": history.accuracy,
     }
+    final = {name: values[-1] for name, values in (("top5", history.top5), ("ema", history.ema)) if values}
     metrics: dict[str, Any] = {name: rounded(curve, 5) for name, curve in curves.items()}
-    metrics = {"accuracy": history.accuracy[-1] if history.accuracy else None, "diverged": diverged, **metrics}
-    return Row(run.experiment, run.row, run.seed, run.described, metrics, round(history.seconds, 1))
+    return {"accuracy": history.accuracy[-1] if history.accuracy else None, **final, "diverged": diverged, **metrics}
 
 
 def run_grid(
-    runs: Sequence[Run], data: DataSource, store: Store, *, processes: int | None = None, ray: str | None = None
+    runs: Sequence[Run], work: Work, store: Store, *, processes: int | None = None, ray: str | None = None
 ) -> None:
     """Do every run that the store has no row of, and add the rows as they come."""
     present = {row.key for row in store.rows()}
@@ -126,8 +150,8 @@ def run_grid(
         raise ValueError(f"processes is {processes}; expected at least 1")
     make_writable(store.path.parent)
     checkpoint_of(waiting[0], store.path).parent.mkdir(exist_ok=True)
-    workers = min(processes or _cores(), len(waiting))
-    tasks = {run.key: Task(run, data, store.path) for run in waiting}
+    workers = min(processes or cores(), len(waiting))
+    tasks = {run.key: Task(run, work, store.path) for run in waiting}
     backend: Backend = LocalBackend(workers) if ray is None else RayBackend(ray)
     failures: list[str] = []
     try:
@@ -163,8 +187,3 @@ def _claim(path: Path) -> Iterator[bool]:
                 yield False
                 return
         yield True
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -77,7 +77,7 @@ def rooflines(found: Sequence[Measured]) -> list[tuple[str, Markup]]:
 
 def _roofline(found: Measured) -> Markup:
     points: dict[str, list[tuple[float, float]]] = {"limit": [], "ours": [], "compiled": [], "formula": []}
-    by_size = {case["bytes"]: case for case in reversed(found.maps.values())}  # of one size, the first
+    by_size = {case["bytes"]: case for case in reversed(list(found.maps.values()))}  # of one size, the first
     for case in (by_size[size] for size in sorted(by_size)):
         size, times = case["bytes"], case[FORWARD]
         moved, own = MAPS[found.function] * size / 1e9, times["seconds"][0]

@@ -9,26 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from deepsquare._files import replacing
+from deepsquare.training.learner import Learner
 from deepsquare.training.recipe import Recipe
 
-VERSION = 1
+VERSION = 2
 
 
-def save_progress(
-    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, recipe: Recipe, progress: dict[str, Any]
-) -> None:
-    """Write model, optimiser, random state and progress, whole or not at all; ``progress`` holds plain values."""
-    state = {
-        "version": VERSION,
-        "model": model.state_dict(),
-        "optimiser": optimiser.state_dict(),
-        "random": torch.get_rng_state(),  # of dropout
-        "recipe": asdict(recipe),
-        "progress": progress,
-    }
+def save_progress(path: Path, learner: Learner, recipe: Recipe, progress: dict[str, Any]) -> None:
+    """Write the learner's state and the progress, whole or not at all; ``progress`` holds plain values.
+
+    Called by every process of a team, written by the one that leads.
+    """
+    state = {"version": VERSION, **learner.state(), "recipe": asdict(recipe), "progress": progress}
+    if not learner.engine.team.leads:
+        return
     buffer = io.BytesIO()
     torch.save(state, buffer)  # not into the file: what torch says of a full disk names neither
     try:
@@ -39,13 +35,26 @@ def save_progress(
         raise OSError(reason) from error
 
 
-def load_progress(
-    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, identity: str, recipe: Recipe
-) -> dict[str, Any]:
-    """Set model, optimiser and random state to where they were, and return the progress.
+def load_progress(path: Path, learner: Learner, identity: str, recipe: Recipe) -> dict[str, Any]:
+    """Set the learner to where it was, and return the progress.
 
     ``identity`` and ``recipe`` must be the checkpoint's own: one of another run is refused.
     """
+    state = _read(path)
+    progress: dict[str, Any] = state["progress"]
+    expected = {"identity": identity, **asdict(recipe)}
+    found = {"identity": progress.get("identity"), **state["recipe"]}
+    if different := [name for name in expected if found.get(name) != expected[name]]:
+        names = "; ".join(f"its {name} is {found.get(name)}, expected {expected[name]}" for name in different)
+        raise ValueError(f"{path} belongs to another run: {names}. Remove it or give another place")
+    try:
+        learner.restore(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} belongs to another model: {error}. Remove it or give another place") from error
+    return progress
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
@@ -54,19 +63,6 @@ def load_progress(
         raise ValueError(f"{path} is not a training checkpoint, or a damaged one; remove it to start anew") from error
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"{path} is not a training checkpoint of version {VERSION}; remove it to start anew")
-    if missing := {"model", "optimiser", "progress", "random", "recipe"} - state.keys():
+    if missing := {"model", "optimiser", "average", "scaler", "progress", "random", "recipe"} - state.keys():
         raise ValueError(f"{path} has no {', '.join(sorted(missing))}; remove it to start anew")
-    progress: dict[str, Any] = state["progress"]
-    expected = {"identity": identity, "recipe": asdict(recipe)}
-    found = {"identity": progress.get("identity"), "recipe": state["recipe"]}
-    for name, value in expected.items():
-        if found[name] != value:
-            reason = f"{path} belongs to another run: its {name} is {found[name]}; expected {value}"
-            raise ValueError(f"{reason}. Remove it or give another place")
-    try:
-        model.load_state_dict(state["model"])
-        optimiser.load_state_dict(state["optimiser"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} belongs to another model: {error}. Remove it or give another place") from error
-    torch.set_rng_state(state["random"])
-    return progress
+    return state

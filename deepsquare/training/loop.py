@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepsquare.data.pictures.loader import NO_LABEL
 from deepsquare.training.checkpoints import load_progress, save_progress
+from deepsquare.training.learner import Engine, Learner
 from deepsquare.training.recipe import Recipe
+from deepsquare.training.team import ALONE, Team
 
 PATIENCE = 3  # epochs in a row that may be no better than a guess, before a run counts as diverged
+Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 class Batches(Protocol):
@@ -27,19 +31,21 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of epoch ``number``, counted from 0."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of epoch ``number`` from batch ``start`` on, both counted from 0."""
         ...
 
 
 @dataclass
 class History:
-    """What a run showed, one value per epoch; loss and accuracy are the evaluation's."""
+    """What a run showed, one value per epoch; loss, accuracy and top5 are the evaluation's, ema the average's."""
 
     train_loss: list[float] = field(default_factory=list)
     train_accuracy: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
+    top5: list[float] = field(default_factory=list)
+    ema: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -48,12 +54,33 @@ class History:
         return len(self.train_loss)
 
 
-class Steps(NamedTuple):
-    """What some steps showed: the mean loss, the accuracy while training, and the loss of a guess."""
+@dataclass
+class Tally:
+    """The steps of an epoch so far: loss and right answers summed over the images that counted."""
+
+    steps: int = 0
+    loss: float = 0.0
+    right: float = 0.0
+    images: float = 0.0
+    classes: int = 1
+
+    @property
+    def mean_loss(self) -> float:
+        """Of an image."""
+        return self.loss / max(self.images, 1)
+
+    @property
+    def accuracy(self) -> float:
+        """While training."""
+        return self.right / max(self.images, 1)
+
+
+class Shown(NamedTuple):
+    """What a model showed on images: the mean loss, and the share of right answers, first and among five."""
 
     loss: float
     accuracy: float
-    guess: float
+    top5: float
 
 
 class NotFiniteError(ArithmeticError):
@@ -68,105 +95,139 @@ class DivergedError(ArithmeticError):
         self.history = history
 
 
+class StoppedError(Exception):
+    """The run was asked to stop, and did so after writing a checkpoint."""
+
+
 def fit(
-    model: nn.Module,
+    learner: nn.Module | Learner,
     batches: Batches,
     recipe: Recipe,
-    evaluation: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    evaluation: Evaluation,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
+    keep_every: float = math.inf,
     identity: str = "",
     on_epoch: Callable[[History], None] = lambda history: None,
+    on_step: Callable[[Tally, float], None] = lambda tally, rate: None,
+    stop: Callable[[], bool] = lambda: False,
+    judge_end: bool = True,
 ) -> History:
-    """Train in place by the recipe and return the history.
+    """Train a model in place by the recipe, or a learner as its engine says, and return the history.
 
-    With a ``checkpoint`` path every epoch is kept there, and a run of the same ``identity`` goes on from it: on
-    one machine with the same number of threads it ends with the same weights as one that was not stopped.
+    With a ``checkpoint`` path every epoch is kept there, and within an epoch every ``keep_every`` seconds. A run of the
+    same ``identity`` goes on from it: on one machine with the same number of threads it ends with the same weights as
+    one that was not stopped. When ``stop`` says yes after a step, a checkpoint is written and StoppedError raised.
+    A loss no better than a guess over some epochs is divergence; with ``judge_end``, at the end so is one.
     """
     if not len(batches):
         raise ValueError("an epoch has no batches; expected at least one: a smaller batch, or more data")
     keep_buffers()
-    optimiser = recipe.optimiser(model)
-    history, losing = History(), 0
+    if not isinstance(learner, Learner):
+        learner = Learner(learner, recipe, Engine())
+    team, history, tally, losing = learner.engine.team, History(), Tally(), 0
     place = None if checkpoint is None else Path(checkpoint)
     if place is not None and place.exists():
-        progress = load_progress(place, model, optimiser, identity, recipe)
-        history, losing = History(**progress["history"]), progress["losing"]
-    while history.epochs < recipe.epochs:
-        start = time.perf_counter()
-        epoch, count = history.epochs, len(batches)
+        progress = load_progress(place, learner, identity, recipe)
+        history, tally, losing = History(**progress["history"]), Tally(**progress["tally"]), progress["losing"]
+    since = kept = time.perf_counter()
 
-        def rate(step: int, epoch: int = epoch, count: int = count) -> float:
-            return recipe.rate_at(epoch + (step + 1) / count)
-
-        try:
-            seen = train_steps(model, batches.epoch(epoch), optimiser, rate)
-        except NotFiniteError as error:
-            reason = f"epoch {epoch + 1}: {error}; try a lower rate or a longer warm-up"
-            raise DivergedError(reason, history) from error
-        history.train_loss.append(seen.loss)
-        history.train_accuracy.append(seen.accuracy)
-        loss, accuracy = evaluate(model, evaluation())
-        history.loss.append(loss)
-        history.accuracy.append(accuracy)
-        history.seconds += time.perf_counter() - start
-        if not math.isfinite(loss):
-            raise DivergedError(f"epoch {history.epochs}: the evaluation's loss is {loss}; try a lower rate", history)
-        losing = losing + 1 if seen.loss >= seen.guess else 0
-        if losing >= PATIENCE or (losing and history.epochs == recipe.epochs):
-            reason = f"epoch {history.epochs}: the loss was {seen.loss:.3g}, that of a guess is {seen.guess:.3g}"
-            raise DivergedError(f"{reason}; try a lower rate", history)
+    def keep() -> None:
+        nonlocal since, kept
+        history.seconds, since = history.seconds + time.perf_counter() - since, time.perf_counter()
         if place is not None:
-            progress = {"identity": identity, "history": asdict(history), "losing": losing}
-            save_progress(place, model, optimiser, recipe, progress)
+            progress = {"identity": identity, "history": asdict(history), "tally": asdict(tally), "losing": losing}
+            save_progress(place, learner, recipe, progress)
+            kept = time.perf_counter()
+
+    while history.epochs < recipe.epochs:
+        epoch, count = history.epochs, len(batches)
+        for images, labels in batches.epoch(epoch, tally.steps):
+            rate = recipe.rate_at(epoch + (tally.steps + 1) / count)
+            due = team.leads and time.perf_counter() - kept > keep_every
+            try:
+                asked, late = step(learner, images, labels, rate, tally, stop(), due)
+            except NotFiniteError as error:
+                reason = f"epoch {epoch + 1}: {error}; try a lower rate or a longer warm-up"
+                raise DivergedError(reason, history) from error
+            on_step(tally, rate)
+            if asked or late:
+                keep()
+            if asked:
+                raise StoppedError(f"stopped after step {tally.steps} of {count} in epoch {epoch + 1}")
+        losing = losing + 1 if tally.mean_loss >= math.log(tally.classes) else 0
+        _conclude(learner, evaluation, history, tally)
+        if losing >= PATIENCE or (judge_end and losing and history.epochs == recipe.epochs):
+            guess = math.log(tally.classes)
+            reason = f"epoch {history.epochs}: the loss was {tally.mean_loss:.3g}, that of a guess is {guess:.3g}"
+            raise DivergedError(f"{reason}; try a lower rate", history)
+        tally = Tally()
+        keep()
         on_epoch(history)
+        if history.epochs < recipe.epochs and any(team.total([stop()])):
+            raise StoppedError(f"stopped after epoch {history.epochs}")
     return history
 
 
-def train_steps(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    optimiser: torch.optim.Optimizer,
-    rate: Callable[[int], float],
-) -> Steps:
-    """One step per batch, each with the rate of its number, counted from 0.
+def step(learner: Learner, images: Tensor, labels: Tensor, rate: float, tally: Tally, *flags: bool) -> list[bool]:
+    """One step of the whole team, added to the tally; of the flags, those that any process has raised.
 
-    A loss that is not finite raises :class:`NotFiniteError` before it reaches the weights.
+    A loss that is not finite raises :class:`NotFiniteError` on every process, before it reaches the weights.
     """
-    model.train()
-    total, correct, seen, guess = 0.0, 0, 0, math.nan
-    for step, (images, labels) in enumerate(batches):
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step)
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise NotFiniteError(f"the loss is {value} at step {step + 1}, rate {rate(step):.3g}")
-        optimiser.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        optimiser.step()
-        total += value * len(labels)
-        correct += int((logits.argmax(1) == labels).sum())
-        seen, guess = seen + len(labels), math.log(logits.shape[1])
-    return Steps(total / seen, correct / seen, guess)
+    *sums, tally.classes = learner.gradients(images, labels)
+    loss, right, counted, *raised = learner.engine.team.total([*sums, *flags])
+    tally.steps += 1
+    if not math.isfinite(loss):
+        raise NotFiniteError(f"the loss is {loss} at step {tally.steps}, rate {rate:.3g}")
+    learner.update(rate)
+    tally.loss, tally.right, tally.images = tally.loss + loss, tally.right + right, tally.images + counted
+    return [flag > 0 for flag in raised]
+
+
+def _conclude(learner: Learner, evaluation: Evaluation, history: History, tally: Tally) -> None:
+    """Evaluate after an epoch, and add it to the history."""
+    team = learner.engine.team
+    shown = evaluate(learner.model, evaluation(), team=team, logits=learner.logits)
+    history.train_loss.append(tally.mean_loss)
+    history.train_accuracy.append(tally.accuracy)
+    history.loss.append(shown.loss)
+    history.accuracy.append(shown.accuracy)
+    history.top5.append(shown.top5)
+    if not math.isfinite(shown.loss):
+        reason = f"epoch {history.epochs}: the evaluation's loss is {shown.loss}; try a lower rate"
+        raise DivergedError(reason, history)
+    if learner.average is not None:
+        averaged = partial(learner.logits, averaged=True)
+        history.ema.append(evaluate(learner.average, evaluation(), team=team, logits=averaged).accuracy)
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Mean loss and accuracy over the batches, the model in eval mode and then back."""
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    team: Team = ALONE,
+    logits: Callable[[Tensor], Tensor] | None = None,
+) -> Shown:
+    """Loss and accuracies over the batches of all processes, the model in eval mode and then back.
+
+    An image that could not be read has no part in the loss, and counts as answered wrong.
+    """
     training = model.training
     model.eval()
-    total, correct, seen = 0.0, 0, 0
+    total, read, right, among, seen = 0.0, 0.0, 0.0, 0.0, 0.0
     for images, labels in batches:
-        logits = model(images)
-        total += F.cross_entropy(logits, labels, reduction="sum").item()
-        correct += int((logits.argmax(1) == labels).sum())
-        seen += len(labels)
+        said = (logits or model)(images)
+        labels = labels.to(said.device)
+        total += F.cross_entropy(said, labels, reduction="sum", ignore_index=NO_LABEL).item()
+        hits = said.topk(min(5, said.shape[1])).indices == labels[:, None]
+        read, seen = read + int((labels != NO_LABEL).sum()), seen + len(labels)
+        right, among = right + int((said.argmax(1) == labels).sum()), among + int(hits.sum())
     model.train(training)
+    total, read, right, among, seen = team.total([total, read, right, among, seen])
     if not seen:
         raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator gives them once)")
-    return total / seen, correct / seen
+    return Shown(total / read if read else math.nan, right / seen, among / seen)
 
 
 @cache

@@ -1,13 +1,17 @@
-"""What decides a training run, beside the model, the data and the seed."""
+"""What decides a training run, beside the data and the seed."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+
+Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is
 
 
 @dataclass(frozen=True)
@@ -21,25 +25,24 @@ class Recipe:
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 1e-4  # on every parameter, as torch.optim.SGD does it
-    pad: int = 4  # random crops from a border reflected by so many pixels
-    flip: bool = True  # from left to right, every second image
 
     def __post_init__(self) -> None:
-        for name, kind in (("epochs", int), ("batch", int), ("pad", int), ("flip", bool), ("nesterov", bool)):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; expected {kind.__name__}")
-        for name, valid, expected in (
-            ("epochs", self.epochs >= 1, "at least 1"),
-            ("batch", self.batch >= 1, "at least 1"),
-            ("rate", 0 < self.rate < math.inf, "above 0"),
-            ("warmup", 0 <= self.warmup <= self.epochs, f"between 0 and the {self.epochs} epochs"),
-            ("momentum", 0 <= self.momentum < 1, "0 ≤ momentum < 1"),
-            ("nesterov", self.momentum > 0 or not self.nesterov, "False where momentum is 0"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"),
-            ("pad", self.pad >= 0, "at least 0"),
-        ):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), {"int": int, "bool": bool}.get(str(field.type))
+            if kind is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+                raise TypeError(f"{field.name} is {value!r}; expected {kind.__name__}")
+        for name, valid, expected in self._checks():
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
+
+    def _checks(self) -> Iterable[Check]:
+        yield "epochs", self.epochs >= 1, "at least 1"
+        yield "batch", self.batch >= 1, "at least 1"
+        yield "rate", 0 < self.rate < math.inf, "above 0"
+        yield "warmup", 0 <= self.warmup <= self.epochs, f"between 0 and the {self.epochs} epochs"
+        yield "momentum", 0 <= self.momentum < 1, "0 ≤ momentum < 1"
+        yield "nesterov", self.momentum > 0 or not self.nesterov, "False where momentum is 0"
+        yield "weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"
 
     def rate_at(self, progress: float) -> float:
         """The rate after ``progress`` epochs, which may be a fraction."""
@@ -54,3 +57,79 @@ class Recipe:
         """The optimiser of a model; the loop sets its rate at every step."""
         options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
         return torch.optim.SGD(model.parameters(), self.rate, weight_decay=self.weight_decay, **options)
+
+
+@dataclass(frozen=True)
+class CifarRecipe(Recipe):
+    """The same on small pictures."""
+
+    pad: int = 4  # random crops from a border reflected by so many pixels
+    flip: bool = True  # from left to right, every second image
+
+    def _checks(self) -> Iterable[Check]:
+        yield from super()._checks()
+        yield "pad", self.pad >= 0, "at least 0"
+
+
+@dataclass(frozen=True)
+class ImageNetRecipe(Recipe):
+    """The paper's recipe for ImageNet (Section 5), for the model ``model`` equipped with ``spec``.
+
+    NOTE not in paper: the ranges of area and aspect ratio of the random crops. They are torchvision's, which "the
+    standard ResNet data augmentation" usually means; images are enlarged or reduced with antialiasing.
+    """
+
+    epochs: int = 120
+    batch: int = 1024  # over all devices
+    rate: float = 0.4
+    warmup: float = 5.0
+    model: str = "resnet18"
+    spec: str = ""
+    dropout: float | None = None  # before the last FC; the model's own if not given
+    size: int = 224  # of the pictures trained on
+    crop_area: tuple[float, float] = (0.08, 1.0)  # of the picture
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of width and height
+    flip: bool = True  # from left to right, every second picture
+    eval_resize: int = 256  # the shorter side, before the centre is cut out
+    eval_size: int = 224
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    ema: float | None = None  # decay of an average of the weights
+    sync_bn: bool = False  # batch statistics over all processes instead of each one's own part
+    start: str | None = None  # a checkpoint to continue from: fine-tuning
+
+    def _checks(self) -> Iterable[Check]:
+        yield from super()._checks()
+        yield "dropout", self.dropout is None or 0 <= self.dropout < 1, "0 ≤ dropout < 1"
+        yield "size", self.size >= 1, "at least 1"
+        yield "crop_area", 0 < self.crop_area[0] <= self.crop_area[1] <= 1, "0 < least ≤ most ≤ 1"
+        yield "crop_ratio", 0 < self.crop_ratio[0] <= self.crop_ratio[1] < math.inf, "0 < least ≤ most"
+        yield "eval_size", self.eval_size >= 1, "at least 1"
+        yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
+        precisions = ("float32", "bfloat16", "float16")
+        yield "precision", self.precision in precisions, f"one of {', '.join(precisions)}"
+        yield "ema", self.ema is None or 0 < self.ema < 1, "0 < ema < 1"
+
+
+SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
+
+
+def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe, list[str]]:
+    """The recipe with some fields changed, and notes on what follows: the rate goes with the batch."""
+    known = {field.name for field in dataclasses.fields(recipe)}
+    if unknown := set(changes) - known:
+        raise ValueError(
+            f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {', '.join(sorted(known))}"
+        )
+    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    notes = []
+    if changes.get("batch", recipe.batch) != recipe.batch and "rate" not in changes and changes["batch"] >= 1:
+        rate = recipe.rate * changes["batch"] / recipe.batch
+        changes = {**changes, "rate": rate}
+        notes.append(
+            f"the rate follows the batch: {recipe.rate:g} for {recipe.batch} is {rate:g} for {changes['batch']}; give "
+            "a rate to choose otherwise"
+        )
+    if changes.get("epochs", recipe.epochs) < recipe.warmup and "warmup" not in changes:
+        notes.append(f"the warm-up of {recipe.warmup:g} epochs is cut to the {changes['epochs']} that there are")
+        changes = {**changes, "warmup": float(changes["epochs"])}
+    return dataclasses.replace(recipe, **changes), notes

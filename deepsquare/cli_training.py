@@ -1,0 +1,172 @@
+"""The commands that train and evaluate: ``deepsquare train | eval``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from deepsquare.data.pictures.source import open_source
+from deepsquare.data.pictures.views import EvalView
+from deepsquare.experiments.imagenet import MACHINES, RECIPES, hours, named_recipe
+from deepsquare.experiments.training_run import Settings, train
+from deepsquare.training import ImageNetRecipe, StoppedError, evaluate, join
+from deepsquare.training.pictures import Loading, Normalise, PictureEvaluation
+from deepsquare.training.recipe import override
+
+STOPPED = 143  # the exit code of a process that SIGTERM has ended
+
+
+def training_command(arguments: Sequence[str]) -> Callable[..., None]:
+    """``deepsquare train`` for these arguments: the recipe that they name, and a file changes, gives the defaults."""
+    named = next((named.recipe for name, named in RECIPES.items() if name in arguments[1:2]), ImageNetRecipe())
+    start, notes, in_file = named, list[str](), dict[str, Any]()
+    if "--file" in arguments[:-1]:
+        in_file = _read(Path(arguments[arguments.index("--file") + 1]))
+        start, notes = override(named, in_file)
+    if "--epochs" in arguments[:-1] and (epochs := arguments[arguments.index("--epochs") + 1]).isdecimal():
+        start, _ = override(start, {"epochs": max(1, int(epochs))})  # a longer warm-up is cut
+
+    def command(
+        name: tyro.conf.Positional[str] = "list",
+        *,
+        data: Path | None = None,
+        output: Path | None = None,
+        seed: int = 0,
+        resume: bool = False,
+        file: Path | None = None,
+        device: str | None = None,
+        results: Path = Path("out/results"),
+        recipe: tyro.conf.OmitArgPrefixes[ImageNetRecipe] = start,
+        settings: tyro.conf.OmitArgPrefixes[Settings] = Settings(),  # noqa: B008
+    ) -> None:
+        """Train a network by the recipe of a row of Tables 4, 5 or 7, every field of which can be changed.
+
+        Alone or, started by torchrun, with many processes: a batch is shared by all. The folder of the run keeps its
+        checkpoint, its log and at the end the model.
+
+        Args:
+            name: A recipe, such as resnet18+pooling; without one, all are listed.
+            data: Folder with train and val, each of class folders or of WebDataset shards.
+            output: Folder of the run; out/train/NAME when not given.
+            seed: Of the first weights, the order and the crops.
+            resume: Go on with the run in that folder, if there is one.
+            file: Changes to the recipe as TOML or JSON; the command line has the last word.
+            device: cpu or cuda; a GPU where there is one when not given.
+            results: Folder for the row.
+        """
+        if name == "list":
+            Console().print(_recipes())
+            return
+        named_recipe(name)
+        if data is None:
+            raise ValueError("no data is named; give the folder that holds train and val: --data DIR")
+        given = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in arguments}
+        fields = [field.name for field in dataclasses.fields(recipe)]
+        changed = {key: getattr(recipe, key) for key in fields if key in given or key in in_file}
+        changed |= {key.removeprefix("no_"): False for key in given if key.startswith("no_") and key[3:] in fields}
+        chosen, follows = override(named, changed)
+        with join(device) as team:
+            for note in dict.fromkeys((*notes, *follows)) if team.leads else ():
+                print(f"deepsquare: note: {note}", file=sys.stderr)
+            place = output or Path("out/train") / name
+            try:
+                train(
+                    name, chosen, data, place, seed=seed, settings=settings, team=team, resume=resume, results=results
+                )
+            except StoppedError as stopped:
+                if team.leads:
+                    print(f"deepsquare: {stopped}; the same command with --resume goes on", file=sys.stderr)
+                sys.exit(STOPPED)
+            if team.leads:
+                print(f"The model is {(place / 'model.safetensors').resolve()}")
+
+    return command
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Changes from a file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected changes to a recipe there, as TOML or JSON")
+    try:
+        found = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is neither TOML nor, with the ending .json, JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected fields of a recipe with their values")
+    return found
+
+
+def _recipes() -> Table:
+    machines = " or ".join(f"{machine.devices} {machine.name}" for machine in MACHINES)
+    title = f"deepsquare train NAME --data DIR: the paper's accuracies, and hours to expect on {machines}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("name", "table", "epochs", "top-1", "top-5", *(machine.name for machine in MACHINES)):
+        table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
+    for name, named in RECIPES.items():
+        entry = named.entry
+        accuracies = f"{entry.top1:.2f}", f"{entry.top5:.2f}"
+        expected = (f"{hours(named, machine):.0f}" for machine in MACHINES)
+        table.add_row(name, str(named.table.number), str(named.recipe.epochs), *accuracies, *expected)
+    return table
+
+
+def evaluation_command(
+    checkpoint: tyro.conf.Positional[Path],
+    *,
+    data: Path,
+    split: str = "val",
+    size: int = 224,
+    resize: int = 256,
+    batch: int = 128,
+    device: str | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    loading: tyro.conf.OmitArgPrefixes[Loading] = Loading(),  # noqa: B008
+) -> None:
+    """Measure a checkpoint on pictures: every one exactly once, also when torchrun's processes share them.
+
+    Args:
+        checkpoint: A safetensors file, such as the model of a training run.
+        data: Folder with the split.
+        split: Which folder in it.
+        size: Side of the centre that is cut out.
+        resize: The shorter side before that.
+        batch: Pictures at a time, for each process.
+        device: cpu or cuda; a GPU where there is one when not given.
+        as_json: Print JSON.
+    """
+    from deepsquare.checkpoint import load
+
+    source, model = open_source(data, split), load(checkpoint)
+    with join(device) as team:
+        model.to(team.device)
+        prepare = Normalise(team.device)
+
+        def logits(images: Tensor) -> Tensor:
+            said: Tensor = model(prepare(images))
+            if said.shape[1] != len(source.classes):
+                raise ValueError(
+                    f"{checkpoint} knows {said.shape[1]} classes, {data / split} has {len(source.classes)}; expected "
+                    "the data that it was trained for"
+                )
+            return said
+
+        given = PictureEvaluation(source, EvalView(size, resize), team, loading, batch)
+        shown = evaluate(model, given(), team=team, logits=logits)
+        if not team.leads:
+            return
+        if as_json:
+            print(json.dumps({"pictures": len(source), **shown._asdict()}))
+        else:
+            print(
+                f"{len(source):,} pictures: top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}, loss {shown.loss:.4f}"
+            )

@@ -1,0 +1,28 @@
+"""The size of a JPEG from its header, without a decoder."""
+
+from __future__ import annotations
+
+import struct
+
+FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, with Huffman coding
+ALONE = (0x01, *range(0xD0, 0xD8))  # markers without a length
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a common JPEG: whole, with 8 bits of grey or of three colours; None for all else."""
+    if not data.startswith(b"\xff\xd8") or not data.endswith(b"\xff\xd9"):
+        return None
+    place = 2
+    while place + 10 <= len(data) and data[place] == 0xFF:
+        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        if marker in FRAMES:
+            bits, height, width, colours = struct.unpack_from(">BHHB", data, place + 4)
+            common = bits == 8 and colours in (1, 3) and width and height
+            return (width, height) if common else None
+        if marker == 0xFF:  # filling
+            place += 1
+        elif marker in ALONE:
+            place += 2
+        else:
+            place += 2 + length
+    return None

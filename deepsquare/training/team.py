@@ -1,0 +1,87 @@
+"""The processes that train one model together, as ``torchrun`` starts them; a single one is a team too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+CPU = torch.device("cpu")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # as torchrun sets them
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process's place among those that train together, and its device."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes, the same on each."""
+        if self.size == 1:
+            return list(values)
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return [float(value) for value in summed.tolist()]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of every process, on each."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def part(self, count: int) -> range:
+        """Which of ``count`` things are this process's; each is exactly one's, however they divide."""
+        return range(self.rank, count, self.size)
+
+
+ALONE = Team()
+
+
+@contextmanager
+def join(device: str | None = None) -> Iterator[Team]:
+    """Join the team that the environment describes, or be one alone, on a GPU of its own where there is one."""
+    given = [name for name in VARIABLES if name in os.environ]
+    if given and len(given) < len(VARIABLES):
+        missing = ", ".join(sorted(set(VARIABLES) - set(given)))
+        raise ValueError(
+            f"the environment has {', '.join(given)} but not {missing}; start with torchrun, or unset them"
+        )
+    rank, size, local = (int(os.environ.get(name, default)) for name, default in zip(VARIABLES, "010", strict=True))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(f"cuda:{local}" if kind == "cuda" else kind)
+    if place.type == "cuda":
+        if local >= torch.cuda.device_count():
+            found = torch.cuda.device_count()
+            raise ValueError(
+                f"process {local} of this machine finds {found} GPUs; start at most {found}, or --device cpu"
+            )
+        torch.cuda.set_device(place)
+    if size == 1:
+        yield Team(device=place)
+        return
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield Team(rank, size, place)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Many processes train as one does, count every picture once, and start again when one of them is killed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coloured import make_pictures
+
+from deepsquare.training import Team, join
+
+SCRIPT = Path(__file__).parent / "team_script.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("data"))
+
+
+def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [f"--max-restarts={restarts}", str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("alone") / "run.json"
+    subprocess.run([sys.executable, str(SCRIPT), str(data), str(out)], timeout=300, check=True, capture_output=True)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert found["accuracy"] == expected["accuracy"]  # counted exactly: 21 pictures on two processes, batches of 4
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [(), ("micro",)])
+def test_two_processes_follow_the_loss_of_one(
+    data: Path, alone: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    torchrun(2, data, tmp_path / "run.json", *options)
+    same(json.loads((tmp_path / "run.json").read_text()), alone)
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]  # it learns: the comparison is not one of standing still
+
+
+def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
+    data: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    torchrun(2, data, tmp_path / "run.json", "kill", restarts=2)
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["restarts"] == "1"
+    losses = len(found["losses"])
+    assert 0 < losses < len(alone["losses"])  # it went on, not anew
+    same({**found, "losses": alone["losses"][:-losses] + found["losses"]}, alone)
+
+
+def test_every_thing_is_one_process_s() -> None:
+    for size in (1, 2, 3, 7):
+        parts = [list(Team(rank, size).part(11)) for rank in range(size)]
+        assert sorted(index for part in parts for index in part) == list(range(11))
+
+
+def test_an_environment_that_is_half_a_team_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="has RANK but not LOCAL_RANK, WORLD_SIZE; start with torchrun"), join():
+        pass

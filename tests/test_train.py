@@ -1,0 +1,370 @@
+"""``deepsquare train`` and ``eval``: recipes as the paper has them, runs that survive, clear words for mistakes."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coloured import make_pictures
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from deepsquare import cli
+from deepsquare.experiments.imagenet import RECIPES
+from deepsquare.experiments.training_run import Settings, train
+from deepsquare.nn import SquareSoftmin
+from deepsquare.results import Store
+from deepsquare.training import Engine, ImageNetRecipe, Learner, StoppedError, fit
+from deepsquare.training.loop import Tally
+from deepsquare.training.pictures import Loading
+from deepsquare.training.recipe import override
+
+RECIPE = ImageNetRecipe(
+    epochs=2, batch=12, rate=0.02, warmup=1.0, model="shufflenet_v2_x0_5", spec="pooling", dropout=0.2,
+    size=32, eval_size=32, eval_resize=36, ema=0.9,
+)  # fmt: skip
+SETTINGS = Settings(loading=Loading(pipeline="torchvision"))
+SMALL = ["--size", "32", "--eval-size", "32", "--eval-resize", "36", "--pipeline", "torchvision", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("data"))
+
+
+# ---- the paper's recipes, value by value (Section 5, "Experimental setup") ----
+
+
+def test_the_recipes_are_those_of_the_paper() -> None:
+    assert len(RECIPES) == 9 + 5 + 7
+    for name, named in RECIPES.items():
+        recipe, mobile = named.recipe, named.entry.model.startswith("shufflenet")
+        assert (recipe.momentum, recipe.nesterov) == (0.9, True)
+        assert (recipe.batch, recipe.rate, recipe.warmup) == (1024, 0.4, 5)
+        assert recipe.weight_decay == (4e-5 if mobile else 1e-4)
+        assert recipe.epochs == (400 if mobile else 200 if name.endswith("@200") else 120)
+        assert recipe.dropout == (0.2 if recipe.spec else None)
+        assert (recipe.size, recipe.eval_resize, recipe.eval_size) == (224, 256, 224)
+        assert (recipe.crop_area, recipe.crop_ratio, recipe.flip) == ((0.08, 1.0), (3 / 4, 4 / 3), True)
+        assert "softmin(" not in recipe.spec  # the default: one scale that all classes share
+        assert recipe.rate_at(0) == 0
+        assert recipe.rate_at(2.5) == pytest.approx(0.2)
+        assert recipe.rate_at(5) == pytest.approx(0.4)
+        assert recipe.rate_at((5 + recipe.epochs) / 2) == pytest.approx(0.2)
+        assert recipe.rate_at(recipe.epochs) == pytest.approx(0)
+    assert sum(name.endswith("@200") for name in RECIPES) == 1
+    assert set(RECIPES) > {"resnet18", "resnet50+pooling+excitation", "shufflenet_v2_x0_5+pooling"}
+
+
+def test_the_optimiser_is_sgd_with_the_recipe_s_values() -> None:
+    (group,) = RECIPES["shufflenet_v2_x1_0"].recipe.optimiser(nn.Linear(2, 2)).param_groups
+    assert {key: group[key] for key in ("momentum", "nesterov", "weight_decay", "dampening")} == {
+        "momentum": 0.9, "nesterov": True, "weight_decay": 4e-5, "dampening": 0,
+    }  # fmt: skip
+
+
+def test_the_rate_follows_the_batch_and_says_so() -> None:
+    recipe, notes = override(ImageNetRecipe(), {"batch": 256})
+    assert recipe.rate == pytest.approx(0.1)
+    assert "0.4 for 1024 is 0.1 for 256" in notes[0]
+    recipe, notes = override(ImageNetRecipe(), {"batch": 256, "rate": 0.4, "epochs": 2})
+    assert (recipe.rate, recipe.warmup) == (0.4, 2.0)
+    assert "warm-up of 5 epochs is cut to the 2" in notes[0]
+    with pytest.raises(ValueError, match="a recipe has no field epoch; its fields are batch"):
+        override(ImageNetRecipe(), {"epoch": 2})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("crop_area", (0.5, 0.1), "expected 0 < least"),
+        ("eval_resize", 200, "eval_resize is 200; expected at least eval_size, 224"),
+        ("precision", "float8", "precision is float8; expected one of float32, bfloat16, float16"),
+        ("ema", 1.5, "ema is 1.5; expected 0 < ema < 1"),
+        ("dropout", 1.0, "dropout is 1.0"),
+        ("size", True, "size is True; expected int"),
+    ],
+)
+def test_a_recipe_says_what_is_wrong(field: str, value: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ImageNetRecipe(**{field: value})
+
+
+# ---- runs that go on ----
+
+
+class Points:
+    """Points in the plane, as batches."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.arange(48) % 3
+        self.points = torch.randn(48, 2, generator=generator) + self.labels[:, None]
+
+    def __len__(self) -> int:
+        return 4
+
+    def epoch(self, number: int, start: int = 0) -> Any:
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(number))
+        for index in order.view(4, 12)[start:]:
+            yield self.points[index], self.labels[index]
+
+    def evaluation(self) -> Any:
+        yield self.points, self.labels
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    softmin = SquareSoftmin()
+    with torch.no_grad():
+        softmin.root_scale.fill_(-0.5)  # type: ignore[union-attr]  # where s leads when its root crosses zero
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3), softmin)
+
+
+PLAIN = dataclasses.replace(RECIPE, rate=0.4, warmup=0.0)
+ENGINES = {
+    "plain": Engine(),
+    "ema": Engine(ema=0.7),
+    "micro": Engine(micro=4),
+    "bfloat16": Engine(precision="bfloat16"),
+}
+
+
+def weights(learner: Learner) -> list[Tensor]:
+    found = [*learner.model.parameters(), *learner.model.buffers()]
+    return found + ([] if learner.average is None else [*learner.average.parameters(), *learner.average.buffers()])
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_a_run_stopped_at_any_step_ends_bit_for_bit_alike(engine: Engine, tmp_path: Path) -> None:
+    data, signs = Points(), []
+    whole = Learner(network(), PLAIN, engine)
+
+    def on_step(tally: Tally, rate: float) -> None:
+        signs.append(bool(whole.model[5].root_scale > 0))  # type: ignore[index]
+
+    torch.manual_seed(7)
+    expected = fit(whole, data, PLAIN, data.evaluation, on_step=on_step)
+    for stopped_at in range(1, 8):
+        place, taken, part = tmp_path / f"{stopped_at}.pt", iter(range(1, 100)), Learner(network(), PLAIN, engine)
+        torch.manual_seed(7)
+        with pytest.raises(StoppedError):
+            fit(
+                part, data, PLAIN, data.evaluation, checkpoint=place,
+                stop=lambda taken=taken, at=stopped_at: next(taken) == at,  # type: ignore[misc]
+            )  # fmt: skip
+        again = Learner(network(), PLAIN, engine)
+        torch.manual_seed(99)
+        history = fit(again, data, PLAIN, data.evaluation, checkpoint=place)
+        assert all(map(torch.equal, weights(again), weights(whole)))
+        assert history.accuracy == expected.accuracy
+        assert history.train_loss == expected.train_loss
+        assert history.ema == expected.ema
+    assert not any(signs), "√s stays negative, which state_dict does not show"
+
+
+def test_a_batch_in_several_goes_has_the_same_gradient() -> None:
+    data = Points()
+    model = nn.Linear(2, 3)
+    found = []
+    for micro in (None, 4, 3, 12):
+        learner = Learner(model, PLAIN, Engine(micro=micro))
+        learner.gradients(*next(data.epoch(0)))
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.clone())
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def run_in(data: Path, output: Path, *more: str, epochs: int = 8) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deepsquare", "train", "shufflenet_v2_x0_5+pooling", "--data", str(data)]
+    command += [
+        "--output",
+        str(output),
+        "--epochs",
+        str(epochs),
+        "--batch",
+        "12",
+        "--rate",
+        "0.002",
+        "--minutes",
+        "0",
+        *SMALL,
+        *more,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--results", str(output.parent)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for(place: Path, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while not place.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert place.exists(), process.communicate()[1]
+
+
+def test_a_killed_and_a_terminated_run_end_as_the_undisturbed_one(data: Path, tmp_path: Path) -> None:
+    whole = run_in(data, tmp_path / "whole")
+    said = whole.communicate(timeout=240)[1]
+    assert whole.returncode == 0, said
+    run = tmp_path / "run"
+    killed = run_in(data, run)
+    wait_for(run / "last.pt", killed)
+    killed.kill()
+    killed.communicate()
+    first = (run / "last.pt").stat().st_mtime_ns
+    terminated = run_in(data, run, "--resume")
+    while (run / "last.pt").stat().st_mtime_ns == first and terminated.poll() is None:
+        time.sleep(0.02)
+    terminated.send_signal(signal.SIGTERM)
+    said = terminated.communicate(timeout=120)[1]
+    assert terminated.returncode == 143, said
+    assert re.search(r"stopped after .*; the same command with --resume goes on", said)
+    last = run_in(data, run, "--resume")
+    said = last.communicate(timeout=240)[1]
+    assert last.returncode == 0, said
+    ours, expected = (load_file(folder / "model.safetensors") for folder in (run, tmp_path / "whole"))
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in ours.items())
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 9))
+    (row,) = Store(tmp_path / "imagenet.jsonl").rows()  # the second run is the same run
+    assert row.experiment == data.resolve().name
+    assert row.metrics["accuracy"] == lines[-1]["accuracy"]
+
+
+# ---- the commands ----
+
+
+@pytest.fixture
+def deepsquare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def call(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["deepsquare", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        return code, "".join(capfd.readouterr())
+
+    return call
+
+
+def test_train_and_eval_from_the_command_line(
+    data: Path, tmp_path: Path, deepsquare: Callable[..., tuple[int, str]]
+) -> None:
+    changes = tmp_path / "changes.toml"
+    changes.write_text('epochs = 4\nbatch = 24  # rate follows\nema = 0.5\nprecision = "bfloat16"\n')
+    run, results = tmp_path / "run", tmp_path / "results"
+    given = ["train", "shufflenet_v2_x0_5", "--data", data, "--output", run, "--results", results, "--file", changes]
+    code, said = deepsquare(*given, "--micro", "6", "--tensorboard", *SMALL)
+    assert code == 0, said
+    assert "0.4 for 1024 is 0.009375 for 24" in said
+    assert re.search(r"epoch 4/4: train loss .*, top-1 .*%, top-5 100.00%, averaged weights", said)
+    assert (run / "ema.safetensors").exists()
+    assert list((run / "tensorboard").iterdir())
+    (row,) = Store(results / "imagenet.jsonl").rows()
+    assert row.recipe["batch"] == 24
+    assert row.recipe["rate"] == pytest.approx(0.009375)
+    assert (row.recipe["ema"], row.recipe["micro"]) == (0.5, 6)
+    code, said = deepsquare("eval", run / "model.safetensors", "--data", data, "--json", *SMALL[-4:], "--size", "32",
+                            "--resize", "36")  # fmt: skip
+    assert code == 0, said
+    found = json.loads(said)
+    assert found["pictures"] == 21
+    assert found["accuracy"] == pytest.approx(row.metrics["accuracy"], abs=1 / 21 + 1e-6)  # trained in bfloat16
+
+    code, said = deepsquare(*given, *SMALL)
+    assert code == 2
+    assert "holds a run already; go on with it by --resume, or give another --output" in said
+    code, said = deepsquare(*given, "--resume", "--seed", "4", *SMALL)
+    assert code == 2
+    assert "holds a run of another recipe: seed was 0, is 4" in said
+
+
+def test_the_recipes_are_listed(deepsquare: Callable[..., tuple[int, str]]) -> None:
+    code, said = deepsquare("train")
+    assert code == 0
+    assert "resnet18+softmin@200" in said
+    assert "78.14" in said
+    code, said = deepsquare("train", "resnet50+pooling", "--help")
+    assert "--weight-decay" in said
+    assert "0.0001" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet19"], "there is no recipe 'resnet19'; choose from resnet18, "),
+        (["resnet18"], "no data is named; give the folder that holds train and val: --data DIR"),
+        (["resnet18", "--data", "DATA", "--batch", "10000"], "the batch is 10000, but there are 48 pictures"),
+        (["resnet18", "--data", "DATA", "--batch", "12", "--micro", "5"], "micro is 5; expected a divisor of the 12"),
+        (["resnet18", "--data", "DATA", "--warmup", "500"], "warmup is 500.0; expected between 0 and the 120 epochs"),
+        (["resnet18", "--data", "NOWHERE", "--batch", "12"], "NOWHERE"),
+        (["resnet18", "--data", "DATA", "--file", "no.toml"], "no file no.toml"),
+        (
+            ["resnet18", "--data", "DATA", "--batch", "12", "--start", "no.safetensors"],
+            "no checkpoint at no.safetensors",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_the_hours_are_spent(
+    arguments: list[str], message: str, data: Path, tmp_path: Path, deepsquare: Callable[..., tuple[int, str]]
+) -> None:
+    placed = [str(data) if value == "DATA" else value for value in arguments]
+    code, said = deepsquare("train", *placed, "--output", tmp_path / "run", "--pipeline", "torchvision")
+    assert code == 2
+    assert message in " ".join(said.replace("│", " ").split())
+
+
+def test_weights_of_a_base_network_are_continued(data: Path, tmp_path: Path) -> None:
+    base = dataclasses.replace(RECIPE, spec="", dropout=None, epochs=3, ema=None)
+    train("base", base, data, tmp_path / "base", settings=SETTINGS, results=tmp_path)
+    start = str(tmp_path / "base" / "model.safetensors")
+    tuned = dataclasses.replace(base, spec="pooling", start=start, rate=1e-9)
+    history = train("tuned", tuned, data, tmp_path / "tuned", settings=SETTINGS, results=tmp_path)
+    assert history.epochs == 3
+    other = dataclasses.replace(tuned, model="resnet18")
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
+        train("other", other, data, tmp_path / "other", settings=SETTINGS, results=tmp_path)
+
+
+def test_damaged_pictures_are_named_and_too_many_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = make_pictures(tmp_path / "data")
+    for number in range(3):
+        (data / "train" / "red" / f"{number}.jpg").write_bytes(b"no picture")
+    recipe = dataclasses.replace(RECIPE, epochs=3, ema=None)
+    few = Settings(loading=Loading("torchvision", damaged=0.01))
+    with pytest.raises(ValueError, match=r"pictures cannot be read, such as .*allowed is a share of 0.01"):
+        train("run", recipe, data, tmp_path / "few", settings=few, results=tmp_path)
+    many = Settings(loading=Loading("torchvision", damaged=0.1))
+    history = train("run", recipe, data, tmp_path / "many", settings=many, results=tmp_path)
+    assert history.epochs == 3
+    assert "0.jpg cannot be read and is left out" in caplog.text
+
+
+def test_a_loss_that_is_lost_stops_with_what_to_try(data: Path, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, rate=1e30, warmup=0.0, ema=None, epochs=4)
+    with pytest.raises(
+        ValueError, match=r"(the loss is|the evaluation's loss is).*lower rate.*is from before it went wrong"
+    ):
+        train("run", recipe, data, tmp_path / "run", settings=SETTINGS, results=tmp_path)
+
+
+def test_a_full_disk_is_told_at_the_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 10**6})())
+    with pytest.raises(OSError, match=r"has room for 1 MB; a run needs \d+ MB"):
+        train("run", RECIPE, data, tmp_path / "run", settings=SETTINGS, results=tmp_path)
