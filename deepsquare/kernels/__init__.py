@@ -74,18 +74,24 @@ def run_add_relu(
 
 
 def _kernels_for(*inputs: Tensor) -> ModuleType | None:
-    """The module whose kernels can take these inputs, if nothing looks at what is computed."""
+    """The module whose kernels can take these inputs, if nothing looks at what is computed.
+
+    Asked at every call: what is cheap and often decides comes first.
+    """
+    if not _enabled.get() or forward_ad._current_level >= 0:
+        return None
     x = inputs[0]
+    on_cpu = x.is_cpu
+    for tensor in inputs:
+        if not _is_plain(tensor) or not (tensor.is_cpu if on_cpu else tensor.device == x.device):
+            return None
     if (
-        not _enabled.get()
-        or not all(_is_plain(tensor) and tensor.device == x.device for tensor in inputs)
-        or torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
     ):
         return None
-    if x.device.type == "cpu":
+    if on_cpu:
         return cpu if cpu.supports(x) else None
     if x.is_cuda:
         from deepsquare.kernels import gpu  # here, since it imports Triton
@@ -98,7 +104,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """A tensor with memory of its own that holds what it says."""
     return (
         type(tensor) in _PLAIN_TYPES
-        and tensor.layout == torch.strided
+        and tensor.layout is torch.strided
         and not tensor.is_neg()
         and torch._C._has_storage(tensor)  # a vmapped one has none
     )

@@ -22,6 +22,7 @@ _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _MAPS = ("x", "gradient", "residual", "result", "y", "residual_gradient")
+_READ_ALIKE = ("gradient", "residual", "result")  # in the type and layout of x
 
 
 class _Kind(IntEnum):
@@ -60,6 +61,8 @@ def library() -> ctypes.CDLL | None:
     except (AttributeError, OSError, StopIteration):
         return None
     kernels.deepsquare_use_threads(*runtime)
+    kernels.deepsquare_run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    kernels.deepsquare_run.restype = None
     return kernels if kernels.deepsquare_supported() else None
 
 
@@ -134,16 +137,13 @@ def _run(kind: _Kind, x: Tensor, *, alpha: Tensor | None = None, **tensors: Tens
     layout, kernels = memory_layout(x), library()
     assert layout is not None
     assert kernels is not None
-    for name in ("gradient", "residual", "result"):
-        if name in tensors:
-            tensors[name] = tensors[name].to(x.dtype).contiguous(memory_format=layout)
-    n, c, positions = (1, 1, x.numel()) if kind >= _Kind.RELU_SQUARE else (*x.shape[:2], math.prod(x.shape[2:]))
-    job = _Job(
-        x=x.data_ptr(), n=n, c=c, positions=positions, alpha=0 if alpha is None else alpha.item(),
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-    )  # fmt: skip
-    channels_last = layout != torch.contiguous_format
-    kernels.deepsquare_run(
-        ctypes.byref(job), int(kind), _FORMATS[x.dtype], channels_last, ctypes.c_long(torch.get_num_threads())
-    )
+    for name, tensor in tensors.items():
+        if name in _READ_ALIKE and not (tensor.dtype is x.dtype and tensor.is_contiguous(memory_format=layout)):
+            tensors[name] = tensor.to(x.dtype).contiguous(memory_format=layout)
+    n, c = (1, 1) if kind >= _Kind.RELU_SQUARE else x.shape[:2]
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    scale = 0.0 if alpha is None else alpha.item()
+    job = _Job(x=x.data_ptr(), n=n, c=c, positions=x.numel() // (n * c), alpha=scale, **pointers)
+    channels_last = layout is not torch.contiguous_format
+    kernels.deepsquare_run(ctypes.byref(job), kind, _FORMATS[x.dtype], channels_last, torch.get_num_threads())
     return tensors.get("y", x)
