@@ -346,3 +346,5 @@ def _require_one_element(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} is {value!r}, expected a tensor of one element.")
     if value.numel() != 1:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected one element shared by all channels.")
+    if value.is_complex():
+        raise TypeError(f"{name} is of type {value.dtype}, expected real numbers.")

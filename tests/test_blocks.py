@@ -13,6 +13,7 @@ import deepsquare as ds
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.kernels import cpu
+from deepsquare.nn import SquareExcitation
 from deepsquare.surgery.blocks import FusedBlock
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
@@ -156,3 +157,16 @@ def test_autocast(fused: list[Tensor]) -> None:
         assert len(fused) == 8
         with kernels.without_kernels():
             torch.testing.assert_close(y, model(x), rtol=0.1, atol=0.1)
+
+
+def test_another_excitation_is_called(fused: list[Tensor]) -> None:
+    class Silent(SquareExcitation):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0
+
+    model = made().eval()
+    model.get_submodule("layer1.0.bn2.deepsquare_excitation").__class__ = Silent
+    vars(model.get_submodule("layer1.1.bn2.deepsquare_excitation"))["forward"] = lambda x: x * 0
+    with torch.no_grad():
+        model(torch.randn(1, 3, 64, 64))
+    assert len(fused) == 8 - 2

@@ -141,6 +141,40 @@ def test_large_maps_past_the_caches() -> None:
                 torch.testing.assert_close(found, results(name, given), rtol=5e-6, atol=5e-6)
 
 
+def test_another_default_device() -> None:
+    x, alpha = made((2, 3, 8, 8)), torch.tensor([ALPHA])
+    expected = DF.square_pooling(x), DF.square_excitation(x, alpha)
+    with torch.device("meta"):
+        found = DF.square_pooling(x), DF.square_excitation(x, alpha)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_infinities_in_gradients_stay_where_they_are() -> None:
+    x = torch.tensor([1.0, 1.0, 2.0, 3.0]).view(1, 1, 2, 2).requires_grad_()
+    alpha = torch.zeros(1, requires_grad=True)
+    gradient = torch.tensor([math.inf, 1.0, 1.0, 1.0]).view(1, 1, 2, 2)
+    found = torch.autograd.grad(DF.square_excitation(x, alpha), (x, alpha), gradient)
+    assert found[0].flatten().tolist() == [math.inf, 1, 1, 1]  # α = 0 is the identity
+    assert found[1].item() == 0
+    t = torch.tensor([-1.0, 2e38, 2e38, 0.0], requires_grad=True)
+    (of_t,) = torch.autograd.grad(DF.relu_square(t), t, torch.tensor([math.inf, 0.0, 0.1, math.inf]))
+    torch.testing.assert_close(of_t, torch.tensor([0.0, 0.0, 4e37, 0.0]))
+
+
+def test_what_is_overwritten_is_told_to_autograd_and_never_read_again() -> None:
+    x = made((1, 2, 4, 4)).requires_grad_()
+    z = x * 1.0
+    y = (z * z).sum()
+    with torch.no_grad():
+        DF.square_excitation_add_relu(z, torch.tensor([ALPHA]), torch.zeros_like(z), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(y)
+    both = made((4, 3, 7, 7))
+    expected = DF.square_excitation_add_relu(both[1:].clone(), torch.tensor([ALPHA]), both[:3].clone())
+    found = DF.square_excitation_add_relu(both[1:], torch.tensor([ALPHA]), both[:3], inplace=True)  # they overlap
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("side", [3, 7, 20])
 def test_few_images_are_shared_by_threads_and_may_be_overwritten(batch: int, side: int) -> None:

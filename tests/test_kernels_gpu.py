@@ -87,7 +87,7 @@ def test_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_tensor_on_a_gpu_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepsquare.kernels import gpu
 
-    x: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, is_cpu=False)
     monkeypatch.setattr(kernels, "_is_plain", lambda tensor: True)
     for supported, expected in ((True, gpu), (False, None)):
         monkeypatch.setattr(gpu, "supports", lambda tensor, supported=supported: supported)

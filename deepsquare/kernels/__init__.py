@@ -69,8 +69,17 @@ def run_add_relu(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, residual)):
         result: Tensor = _FusedAddReLU.apply(kernels, name, plain, residual, *inputs)  # type: ignore[no-untyped-call]
         return result
+    x = inputs[0]
+    inplace = inplace and not _overlap_partly(x, residual)
     written: Tensor = getattr(kernels, name + "_add_relu")(*inputs, residual, inplace=inplace)
+    if inplace:
+        torch.autograd.graph.increment_version(x)  # a graph that has kept it is told
     return written
+
+
+def _overlap_partly(x: Tensor, other: Tensor) -> bool:
+    same = x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and x.data_ptr() != other.data_ptr()
 
 
 def _kernels_for(*inputs: Tensor) -> ModuleType | None:
@@ -106,6 +115,7 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor) in _PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
         and torch._C._has_storage(tensor)  # a vmapped one has none
     )
 

@@ -73,7 +73,7 @@ def supports(x: Tensor) -> bool:
 
 def mean_square(x: Tensor) -> Tensor:
     """Equation (20): a map (N, C, spatial…) to the mean of its squares, (N, C) in float32."""
-    pooled = torch.empty(x.shape[:2], dtype=torch.float32)
+    pooled = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
     _run(_Kind.POOL, x, share=pooled)
     return pooled
 
@@ -91,7 +91,7 @@ def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
 
 def square_excitation_backward(gradient: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of F and α."""
-    share = torch.empty(x.shape[:2], dtype=torch.float32)
+    share = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
     y = _run(_Kind.EXCITE_BACKWARD, x, y=torch.empty_like(x), gradient=gradient, alpha=alpha, share=share)
     return y, share.sum().to(alpha.dtype).reshape(alpha.shape)
 
@@ -106,7 +106,7 @@ def square_excitation_add_relu_backward(
     gradient: Tensor, result: Tensor, x: Tensor, alpha: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of F, α and the residual."""
-    share, of_residual = torch.empty(x.shape[:2], dtype=torch.float32), torch.empty_like(x)
+    share, of_residual = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device), torch.empty_like(x)
     y = _run(
         _Kind.EXCITE_ADD_RELU_BACKWARD, x, y=torch.empty_like(x), gradient=gradient, result=result,
         residual_gradient=of_residual, alpha=alpha, share=share,

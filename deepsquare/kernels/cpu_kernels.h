@@ -192,8 +192,8 @@ INLINE void NAME(conclude)(
         excited e = excitation(mean, alpha);
         scale[k] = e.scale;
         if (backward(kind)) {
-            slope[k] = (float)(2 * products[k] * inverse) * e.slope;
-            share[k] = (float)products[k] * e.alpha_slope;
+            slope[k] = e.slope == 0 ? 0 : (float)(2 * products[k] * inverse) * e.slope; /* 0 · inf is not meant */
+            share[k] = e.alpha_slope == 0 ? 0 : (float)products[k] * e.alpha_slope;
         }
     }
 }
@@ -260,7 +260,9 @@ KIND(EXCITE_ADD_RELU_BACKWARD)
 
 INLINE floats NAME(relu_squared)(const job *j, long i, long left, int backward) {
     floats v = positive(NAME(read)((const T *)j->x + i, left));
-    return backward ? NAME(read)((const T *)j->gradient + i, left) * (v + v) : v * v;
+    if (!backward) return v * v;
+    floats product = NAME(read)((const T *)j->gradient + i, left) * v; /* doubled last: v itself may be huge */
+    return where(~(v <= 0), product + product);
 }
 
 INLINE void NAME(relu_squares)(const job *j, long from, long to, int backward) {

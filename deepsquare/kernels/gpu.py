@@ -317,8 +317,12 @@ def _excite_backward(
     mean = tl.sum(squares, axis=0, keep_dims=True) / positions
     product = tl.sum(products, axis=0, keep_dims=True)
     scale, slope, alpha_slope = _excitation(mean, tl.load(alpha).to(tl.float32))
-    tl.store(share + image * channels + channel, product * alpha_slope, mask=channel < channels)
-    slope *= 2 * (product / positions)
+    tl.store(
+        share + image * channels + channel,
+        tl.where(alpha_slope == 0, 0.0, product * alpha_slope),
+        mask=channel < channels,
+    )
+    slope = tl.where(slope == 0, 0.0, slope * 2 * (product / positions))  # 0 · inf is not meant
     for start in range(0, positions, rows):
         at, inside = _tile(start, image, channel, channels, positions, channels_last, rows)
         arriving = _arriving(gradient, result, at, inside)
@@ -340,4 +344,5 @@ def _relu_square_backward(
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = _positive(_read(x, at, at < count))
-    tl.store(y + at, _read(gradient, at, at < count) * (value + value), mask=at < count)
+    product = _read(gradient, at, at < count) * value  # doubled last: the value itself may be huge
+    tl.store(y + at, tl.where(value <= 0, 0.0, product + product), mask=at < count)

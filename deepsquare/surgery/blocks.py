@@ -120,6 +120,8 @@ def _can_fuse(block: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
         isinstance(norm, Equipped)
         and list(norm.deepsquare_inserted) == [EXCITATION]
         and type(relu) is nn.ReLU
+        and type(getattr(norm, EXCITATION)) is SquareExcitation
+        and not any("forward" in vars(module) for module in (norm, relu, getattr(norm, EXCITATION)))
         and getattr(block, "se", None) is None  # timm's blocks may have these two in between
         and getattr(block, "drop_path", None) is None
         and not any(_hooks(norm, getattr(norm, EXCITATION), relu))
