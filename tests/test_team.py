@@ -1,16 +1,18 @@
 """Many processes train as one does, count every picture once, and start again when one of them is killed."""
 
 import json
-import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from coloured import make_pictures
 
 from deepsquare.training import Team, join
+from deepsquare.training.team import meet
 
 SCRIPT = Path(__file__).parent / "team_script.py"
 
@@ -52,9 +54,6 @@ def test_two_processes_follow_the_loss_of_one(
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]  # it learns: the comparison is not one of standing still
 
 
-@pytest.mark.skipif(
-    "DEEPSQUARE_TEAM_TESTS" not in os.environ, reason="gloo may hang when it meets again; set it to run"
-)
 def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     data: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -64,6 +63,26 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     losses = len(found["losses"])
     assert 0 < losses < len(alone["losses"])  # it went on, not anew
     same({**found, "losses": alone["losses"][:-losses] + found["losses"]}, alone)
+
+
+def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:
+    store = dist.HashStore()
+    names = []
+    for attempt in range(3):  # the last of the first attempts speaks and dies, so its word stays
+        if attempt < 2:
+            store.set("deepsquare/word/2", f"dead{attempt}")
+        with ThreadPoolExecutor(3) as threads:
+            stores = list(threads.map(lambda rank: meet(store, rank, 3, patience=30), range(3)))
+        stores[1].set("address", str(attempt))
+        names += [one.get("address").decode() for one in stores]
+        assert not stores[0].check(["address of another attempt"])
+        stores[2].set("address of another attempt", "")
+    assert names == ["0"] * 3 + ["1"] * 3 + ["2"] * 3
+
+
+def test_one_who_does_not_come_is_told() -> None:
+    with pytest.raises(TimeoutError, match=r"1 of 2 processes have not come .* the first is 1;"):
+        meet(dist.HashStore(), 0, 2, patience=0.1)
 
 
 def test_every_thing_is_one_process_s() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -80,8 +83,39 @@ def join(device: str | None = None) -> Iterator[Team]:
     if size == 1:
         yield Team(device=place)
         return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    store = meet(next(dist.rendezvous("env://", rank, size))[0], rank, size)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     try:
         yield Team(rank, size, place)
     finally:
         dist.destroy_process_group()
+
+
+def meet(store: dist.Store, rank: int, size: int, patience: float = 1800.0) -> dist.Store:
+    """The part of a store that belongs to the processes that are alive now.
+
+    ``torchrun`` keeps one store over its restarts (torch 2.13), so a process that comes again may read the address
+    that another one left before it died, and wait for it for ever. The count of restarts would not do as a prefix: it
+    differs between the machines of a team. So the first process names this round, and answers each of the others by
+    the fresh word that it has said, until all have heard the name.
+    """
+    store = dist.PrefixStore("deepsquare", store)
+    word = uuid4().hex
+    if rank:
+        store.set(f"word/{rank}", word)
+        store.wait([f"answer/{word}"], timedelta(seconds=patience))
+        word = store.get(f"answer/{word}").decode()
+        store.set(f"heard/{word}/{rank}", "")
+        return dist.PrefixStore(word, store)
+    missing, end = set(range(1, size)), time.monotonic() + patience
+    while missing := {other for other in missing if not store.check([f"heard/{word}/{other}"])}:
+        for other in missing:
+            if store.check([f"word/{other}"]):
+                store.set(f"answer/{store.get(f'word/{other}').decode()}", word)
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"{len(missing)} of {size} processes have not come within {patience:g} s, the first is {min(missing)}; "
+                "see whether their machines reach this one"
+            )
+        time.sleep(0.05)
+    return dist.PrefixStore(word, store)
