@@ -15,6 +15,7 @@ from deepsquare import _torchvision
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
     "_files",
+    "_threads",
     "_torchvision",
     "kernels",
     "functional",

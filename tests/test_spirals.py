@@ -14,6 +14,7 @@ from scipy import stats
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
+from deepsquare._threads import one_thread
 from deepsquare.data import spirals as data
 from deepsquare.experiments import spirals
 from deepsquare.experiments.spirals import ablation, draw, intervals, measures
@@ -25,7 +26,6 @@ from deepsquare.experiments.spirals.networks import (
     Setting,
     Task,
     TwoLayers,
-    one_thread,
     train,
 )
 from deepsquare.experiments.spirals.tuning import Tuned, grid, lengths, retrain, tune

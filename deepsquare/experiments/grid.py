@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from deepsquare._files import make_writable
+from deepsquare._threads import cores
 from deepsquare.experiments.backend import Backend, LocalBackend, RayBackend
 from deepsquare.experiments.progress import Progress
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store, key
 from deepsquare.statistics import rounded
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Learner, Recipe, fit
-from deepsquare.training.team import cores
 
 try:
     import fcntl

@@ -199,23 +199,23 @@ INLINE void NAME(conclude)(
 }
 
 /* Small planes go together, as many as the nearest cache keeps between the passes: their numbers are computed at once. */
-INLINE void NAME(planes)(const job *j, long from, long to, int kind) {
+INLINE void NAME(planes)(const job *j, long from, long to, long positions, int kind) {
     enum { NEAREST = 1 << 12, TOGETHER = 16 };
     double squares[TOGETHER], products[TOGETHER];
     float scale[TOGETHER], slope[TOGETHER] = {0};
-    long group = NEAREST / j->positions, count;
+    long group = NEAREST / positions, count;
     group = group < 1 ? 1 : group < TOGETHER ? group : TOGETHER;
-    long ahead = kind == SCALE ? 0 : group * j->positions;
+    long ahead = kind == SCALE ? 0 : group * positions;
     for (long plane = from; plane < to; plane += count) {
         count = to - plane < group ? to - plane : group;
         for (long k = 0; kind != SCALE && k < count; k++) {
-            NAME(maps) m = NAME(maps_from)(j, (plane + k) * j->positions);
-            NAME(plane_sums)(&m, j->positions, squares + k, products + k, (int)j->past, kind);
+            NAME(maps) m = NAME(maps_from)(j, (plane + k) * positions);
+            NAME(plane_sums)(&m, positions, squares + k, products + k, (int)j->past, kind);
         }
         NAME(conclude)(j, plane, count, squares, products, scale, slope, j->share + plane, kind);
         for (long k = 0; kind != POOL && k < count; k++) {
-            NAME(maps) m = NAME(maps_from)(j, (plane + k) * j->positions);
-            NAME(apply)(&m, j->positions, scale + k, slope + k, 1, ahead, j->past, kind);
+            NAME(maps) m = NAME(maps_from)(j, (plane + k) * positions);
+            NAME(apply)(&m, positions, scale + k, slope + k, 1, ahead, j->past, kind);
         }
     }
 }
@@ -244,9 +244,13 @@ INLINE void NAME(chunks)(const job *j, long from, long to, int kind) {
     }
 }
 
-/* Code of its own for each kind. */
+/* Code of its own for each kind, and for the small planes that nearly every network ends with. */
 #define KIND(kind) \
-    static void NAME(kind##_planes)(const job *j, long from, long to) { NAME(planes)(j, from, to, kind); } \
+    static void NAME(kind##_planes)(const job *j, long from, long to) { \
+        if (j->positions == 7 * 7) NAME(planes)(j, from, to, 7 * 7, kind); \
+        else if (j->positions == 14 * 14) NAME(planes)(j, from, to, 14 * 14, kind); \
+        else NAME(planes)(j, from, to, j->positions, kind); \
+    } \
     static void NAME(kind##_chunks)(const job *j, long from, long to) { NAME(chunks)(j, from, to, kind); }
 KIND(POOL)
 KIND(SCALE)

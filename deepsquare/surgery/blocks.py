@@ -9,7 +9,7 @@ by one (hooks, compilers, exporters), see the block as its authors wrote it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torchvision.models import resnet as torchvision_resnet
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import PREFIX, Equipped
+from deepsquare.surgery.insertion import PREFIX, Combined, Equipped, combined
 
 Branch = Callable[[Any, Tensor], Tensor]
 EXCITATION = PREFIX + "excitation"
@@ -61,78 +61,65 @@ def _known() -> dict[type[nn.Module], tuple[Branch, str, str]]:
     }
 
 
-class FusedBlock(nn.Module):
-    """What the class of a known block is combined with."""
-
-    deepsquare_block: type[nn.Module]
-    deepsquare_parts: tuple[Branch, str, str]
+class FusedBlock(Combined):
+    """A known block: ``forward`` runs its end in one pass where that can be."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the block computes, its end in one pass where that can be."""
-        branch, norm_name, relu_name = self.deepsquare_parts
-        norm, relu = getattr(self, norm_name), getattr(self, relu_name)
-        if not kernels.serve(x) or not _can_fuse(self, norm, relu):
-            y: Tensor = super().forward(x)
-            return y
+        """What the block computes."""
+        if not kernels.serve(x):  # first: a compiler goes no further
+            return self._as_written(x)
+        branch, norm_name, relu_name = _known()[self.deepsquare_base]
+        norm, relu = self._modules[norm_name], self._modules[relu_name]
+        if not _can_fuse(self, norm, relu):
+            return self._as_written(x)
+        assert isinstance(norm, Equipped)
         inside = norm.without_inserted(branch(self, x))
-        downsample = getattr(self, "downsample", None)
+        downsample = self._modules.get("downsample")
         residual = x if downsample is None else downsample(x)
         excitation: SquareExcitation = getattr(norm, EXCITATION)
         residual = residual.to(inside.dtype)
         return DF.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)  # as the block's own end
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the block's class, as :class:`Equipped` does."""
-        return _new_fused, (self.deepsquare_block,), super().__reduce_ex__(protocol)[2]
+    def _as_written(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y
 
 
 def fuse_blocks(model: nn.Module) -> None:
     """Let every known block of ``model`` that ends with Square-Excitation run its end in one pass."""
     for block in model.modules():
         if type(block) in _known() and hasattr(getattr(block, _known()[type(block)][1]), EXCITATION):
-            block.__class__ = _fused_class(type(block))
+            block.__class__ = combined(FusedBlock, type(block))
 
 
 def unfuse_blocks(model: nn.Module) -> None:
     """The opposite of :func:`fuse_blocks`."""
     for block in model.modules():
         if isinstance(block, FusedBlock):
-            block.__class__ = block.deepsquare_block  # type: ignore[assignment]
+            block.__class__ = block.deepsquare_base  # type: ignore[assignment]
 
 
-_classes: dict[type[nn.Module], type[FusedBlock]] = {}
-
-
-def _fused_class(block: type[nn.Module]) -> type[FusedBlock]:
-    if block not in _classes:
-        names = {"deepsquare_block": block, "deepsquare_parts": _known()[block], "__module__": block.__module__}
-        _classes[block] = type(block.__name__, (FusedBlock, block), {**names, "__doc__": block.__doc__})
-    return _classes[block]
-
-
-def _new_fused(block: type[nn.Module]) -> nn.Module:
-    fused = _fused_class(block)
-    return fused.__new__(fused)
-
-
-def _can_fuse(block: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
+def _can_fuse(block: nn.Module, norm: nn.Module | None, relu: nn.Module | None) -> bool:
+    """Asked at every call: modules are looked up where torch keeps them, not through ``__getattr__``."""
+    if not isinstance(norm, Equipped) or type(relu) is not nn.ReLU:
+        return False
+    inserted, parts = norm._modules.get(EXCITATION), block._modules
     return (
-        isinstance(norm, Equipped)
-        and list(norm.deepsquare_inserted) == [EXCITATION]
-        and type(relu) is nn.ReLU
-        and type(getattr(norm, EXCITATION)) is SquareExcitation
-        and not any("forward" in vars(module) for module in (norm, relu, getattr(norm, EXCITATION)))
-        and getattr(block, "se", None) is None  # timm's blocks may have these two in between
-        and getattr(block, "drop_path", None) is None
-        and not any(_hooks(norm, getattr(norm, EXCITATION), relu))
+        type(inserted) is SquareExcitation
+        and len(norm.deepsquare_inserted) == 1
+        and parts.get("se") is None  # timm's blocks may have these two in between
+        and parts.get("drop_path") is None
+        and not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        and not (_is_watched(norm) or _is_watched(inserted) or _is_watched(relu))
     )
 
 
-def _hooks(*modules: nn.Module) -> Iterator[Any]:
-    """What would have to be called with a module's own input or output."""
-    yield torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-    for module in modules:
-        yield module._forward_hooks
-        yield module._forward_pre_hooks
-        yield module._backward_hooks
-        yield module._backward_pre_hooks
+def _is_watched(module: nn.Module) -> bool:
+    """Whether something would have to be called with the module's own input or output."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )

@@ -29,14 +29,40 @@ def insert(model: nn.Module, site: Site, word: str, module: nn.Module) -> None:
     model.get_submodule(site.path).add_module(PREFIX + word, module.train(model.training))
 
 
-class Equipped(nn.Module):
-    """What the class of a module at a site is combined with: ``forward`` runs the inserted modules too.
+class Combined(nn.Module):
+    """What goes in front of a module's class, and off it again.
 
     A class of its own, not a hook: ``torch.compile`` tells classes apart, but by default shares compiled code between
     models that differ in hooks alone, and would run an equipped model as its base.
     """
 
+    deepsquare_front: type[Combined]
     deepsquare_base: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the two classes: the combined one has no name that could be imported."""
+        return _new, (self.deepsquare_front, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
+
+
+_classes: dict[tuple[type[Combined], type[nn.Module]], type[Combined]] = {}
+
+
+def combined(front: type[Combined], base: type[nn.Module]) -> type[Combined]:
+    """``base`` with ``front`` before it, under the same name; one class for all modules of a kind."""
+    if (front, base) not in _classes:
+        names = {"deepsquare_front": front, "deepsquare_base": base, "__module__": base.__module__}
+        _classes[front, base] = type(base.__name__, (front, base), {**names, "__doc__": base.__doc__})
+    return _classes[front, base]
+
+
+def _new(front: type[Combined], base: type[nn.Module]) -> nn.Module:
+    both = combined(front, base)
+    return both.__new__(both)
+
+
+class Equipped(Combined):
+    """A module at a site: ``forward`` runs the inserted modules too."""
+
     deepsquare_inserted: dict[str, str]  # name of the child → its position, in the order of insertion
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -59,26 +85,6 @@ class Equipped(nn.Module):
                 x = _run(getattr(self, name), x)
         return x
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the base class: the combined one has no name that could be imported."""
-        return _new_equipped, (self.deepsquare_base,), super().__reduce_ex__(protocol)[2]
-
-
-_classes: dict[type[nn.Module], type[Equipped]] = {}
-
-
-def _equipped_class(base: type[nn.Module]) -> type[Equipped]:
-    """``base`` with :class:`Equipped` in front, under the same name; one class for all modules of a kind."""
-    if base not in _classes:
-        names = {"deepsquare_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-        _classes[base] = type(base.__name__, (Equipped, base), names)
-    return _classes[base]
-
-
-def _new_equipped(base: type[nn.Module]) -> nn.Module:
-    equipped = _equipped_class(base)
-    return equipped.__new__(equipped)
-
 
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The module's class, as it is without anything inserted."""
@@ -95,7 +101,7 @@ def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) 
     if site is None:
         return
     if not isinstance(parent, Equipped):
-        parent.__class__ = _equipped_class(type(parent))
+        parent.__class__ = combined(Equipped, type(parent))
         parent.deepsquare_inserted = {}  # type: ignore[assignment]
     parent.deepsquare_inserted[name] = site.position  # type: ignore[operator, index]
 

@@ -14,12 +14,6 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 CPU = torch.device("cpu")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # as torchrun sets them
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from deepsquare._threads import one_thread
 from deepsquare.data.pictures.base import Source
 from deepsquare.data.pictures.reference import DamagedError, Pixels, Planner, draw
 from deepsquare.data.pictures.views import View, plan
@@ -137,7 +137,7 @@ def _loaded(groups: Groups, workers: int) -> Iterator[Batch]:
     """Its batches, decoded ahead by worker processes, which end when the caller stops asking."""
     if workers == 0:
         for number in range(len(groups)):
-            with _one_thread():
+            with one_thread():  # a picture is too little work to share
                 batch = groups[number]
             yield batch
         return
@@ -154,14 +154,3 @@ def _loaded(groups: Groups, workers: int) -> Iterator[Batch]:
             yield Batch(images, labels, tuple(damaged))  # of which the loader makes a list
     finally:
         iterator._shutdown_workers()  # else they live as long as an error's traceback does
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A picture is too little work to share: where a core is busy, PyTorch's threads wait longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

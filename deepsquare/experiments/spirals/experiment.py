@@ -14,10 +14,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from deepsquare._files import make_writable, replacing
+from deepsquare._threads import one_thread
 from deepsquare.data.spirals import Array
 from deepsquare.experiments.spirals import ablation, draw, measures
 from deepsquare.experiments.spirals.intervals import BETTER, difference, mean, settled
-from deepsquare.experiments.spirals.networks import ACTIVATIONS, ONE_ARM, THREE_ARMS, Task, one_thread
+from deepsquare.experiments.spirals.networks import ACTIVATIONS, ONE_ARM, THREE_ARMS, Task
 from deepsquare.experiments.spirals.tuning import QUANTILES, Trained, Tuned, quantiles, retrain, tune
 from deepsquare.results import Row, conditions
 from deepsquare.statistics import Interval, rounded

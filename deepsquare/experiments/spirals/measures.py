@@ -9,8 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from deepsquare._threads import one_thread
 from deepsquare.data.spirals import ARMS, Array, trajectory
-from deepsquare.experiments.spirals.networks import ACTIVATIONS, Activation, Networks, one_thread
+from deepsquare.experiments.spirals.networks import ACTIVATIONS, Activation, Networks
 
 TIMES = np.linspace(0, 1, 1001)
 SPACING = 0.02  # of the points along a decision boundary, whose arms are about 2.3 long

@@ -8,7 +8,6 @@ matrix (networks, P), and ``torch.func`` maps the gradient of one network's loss
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -199,17 +198,6 @@ def train(networks: Networks, steps: int, dtype: torch.dtype = torch.float32) ->
         rates = networks.rates((step - 1) / steps).to(dtype)
         parameters = update(step, rates, recorded(parameters, inputs, targets), parameters, memory)
         yield step, parameters
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread for operations as small as these: two that wait for each other are far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def draw_one_arm(seed: int, split: data.Split, turns: float = data.TURNS, noise: float = data.NOISE) -> Batch:
