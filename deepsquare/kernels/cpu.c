@@ -236,7 +236,8 @@ int deepsquare_supported(void) {
 void deepsquare_run(job *j, int kind, int format, int channels_last, long threads) {
     enum { LARGE = 1 << 24 }; /* bytes: more than a last cache keeps until the next operation */
     long bytes = j->n * j->c * j->positions * (format == 0 ? 4 : 2);
-    j->past = bytes >= LARGE && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % LINE == 0;
+    j->past = bytes >= LARGE && j->y != j->x /* in its own place it is in a cache already */
+        && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % LINE == 0;
     j->inverse = 1 / (double)j->positions;
     j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kind][channels_last];
     if (kind >= RELU_SQUARE) {
