@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from deepsquare.kernels import cpu
 
-__all__ = ["run", "run_add_relu", "serve", "without_kernels"]
+__all__ = ["run", "run_add_relu", "serving", "without_kernels"]
 
 _enabled = ContextVar("_enabled", default=os.environ.get("DEEPSQUARE_KERNELS") != "0")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -38,16 +38,14 @@ def without_kernels() -> Iterator[None]:
         _enabled.reset(before)
 
 
-def serve(*inputs: Tensor) -> bool:
-    """Whether kernels will take these inputs, the map first."""
-    return not torch.compiler.is_compiling() and _kernels_for(*inputs) is not None
+def serving(*inputs: Tensor) -> ModuleType | None:
+    """The module whose kernels take these inputs, the map first; None where plain operations serve."""
+    return None if torch.compiler.is_compiling() else _kernels_for(*inputs)  # first: a compiler goes no further
 
 
 def run(name: str, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """The function ``name`` of ``inputs``, the map first: by a kernel where one serves, else ``plain``."""
-    if torch.compiler.is_compiling():  # first: a compiler goes no further
-        return plain(*inputs)
-    kernels = _kernels_for(*inputs)
+    kernels = serving(*inputs)
     if kernels is None:
         return plain(*inputs)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
@@ -63,7 +61,7 @@ def run_add_relu(
 
     ``inplace`` lets it take the place of the map, where no gradient needs that.
     """
-    kernels = None if torch.compiler.is_compiling() else _kernels_for(*inputs, residual)
+    kernels = serving(*inputs, residual)
     if kernels is None:
         return torch.relu(plain(*inputs) + residual)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, residual)):

@@ -137,13 +137,12 @@ def _run(kind: _Kind, x: Tensor, *, alpha: Tensor | None = None, **tensors: Tens
     layout, kernels = memory_layout(x), library()
     assert layout is not None
     assert kernels is not None
+    n, c = (1, 1) if kind >= _Kind.RELU_SQUARE else x.shape[:2]
+    job = _Job(x=x.data_ptr(), n=n, c=c, positions=x.numel() // (n * c), alpha=0.0 if alpha is None else alpha.item())
     for name, tensor in tensors.items():
         if name in _READ_ALIKE and not (tensor.dtype is x.dtype and tensor.is_contiguous(memory_format=layout)):
-            tensors[name] = tensor.to(x.dtype).contiguous(memory_format=layout)
-    n, c = (1, 1) if kind >= _Kind.RELU_SQUARE else x.shape[:2]
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    scale = 0.0 if alpha is None else alpha.item()
-    job = _Job(x=x.data_ptr(), n=n, c=c, positions=x.numel() // (n * c), alpha=scale, **pointers)
+            tensors[name] = tensor = tensor.to(x.dtype).contiguous(memory_format=layout)
+        setattr(job, name, tensor.data_ptr())
     channels_last = layout is not torch.contiguous_format
     kernels.deepsquare_run(ctypes.byref(job), kind, _FORMATS[x.dtype], channels_last, torch.get_num_threads())
     return tensors.get("y", x)
