@@ -1,7 +1,8 @@
 """A training run of a network without batch statistics, by one process or many: ``team_script.py DATA OUT [options]``.
 
-The losses of its steps and the weights at its end go to OUT. Options: ``micro`` takes two pictures at a time; ``kill``
-kills the last process at step 5 of the first attempt, with a checkpoint at every step.
+The losses of its steps and the weights at its end go to OUT. Options: ``micro`` takes two pictures at a time; ``keep``
+writes a checkpoint at every step; ``die=5`` kills the last process at step 5 of the first attempt; ``long`` takes twice
+the epochs, and batch statistics.
 """
 
 import json
@@ -20,13 +21,15 @@ from deepsquare.training.loop import Tally
 from deepsquare.training.pictures import Loading, Normalise, PictureBatches, PictureEvaluation
 
 data, out, options = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-recipe = ImageNetRecipe(epochs=3, batch=12, rate=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
+epochs, die = 6 if "long" in options else 3, [int(option[4:]) for option in options if option.startswith("die=")]
+recipe = ImageNetRecipe(epochs=epochs, batch=12, rate=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
 loading = Loading(pipeline="torchvision")
 losses: list[float] = []
 
 with join("cpu") as team:
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
+    before = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8) if "long" in options else nn.Identity(), nn.ReLU())
+    network = nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
     micro = 2 if "micro" in options else None
     learner = Learner(network, recipe, Engine(team, micro=micro, prepare=Normalise(team.device)))
     batches = PictureBatches(open_source(data, "train"), recipe, team=team, loading=loading)
@@ -35,10 +38,10 @@ with join("cpu") as team:
     def on_step(tally: Tally, rate: float) -> None:
         losses.append(tally.mean_loss)
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if "kill" in options and first and team.rank == team.size - 1 and len(losses) == 5:
+        if first and team.rank == team.size - 1 and len(losses) in die:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    place = out.with_suffix(".pt") if "kill" in options else None
+    place = out.with_suffix(".pt") if "keep" in options else None
     history = fit(learner, batches, recipe, evaluation, checkpoint=place, keep_every=0, on_step=on_step)
     if team.leads:
         weights = [value.flatten().tolist() for value in network.state_dict().values()]

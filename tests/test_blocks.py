@@ -10,7 +10,6 @@ from common import calibrated, create, equip_quietly, images, tuned
 from torch import Tensor, nn
 
 import deepsquare as ds
-from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.kernels import cpu
 from deepsquare.nn import SquareExcitation
@@ -24,13 +23,13 @@ MODELS = ["resnet18", "resnet50", "timm/resnet18", "timm/resnet50", "timm/resnet
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The results of the ends that ran in one pass."""
     results: list[Tensor] = []
-    function = DF.square_excitation_add_relu
+    function = cpu.square_excitation_add_relu
 
     def noted(*arguments: Any, **options: Any) -> Tensor:
         results.append(function(*arguments, **options))
         return results[-1]
 
-    monkeypatch.setattr(DF, "square_excitation_add_relu", noted)
+    monkeypatch.setattr(cpu, "square_excitation_add_relu", noted)
     return results
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -29,10 +31,15 @@ def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def one_process(*arguments: str | Path) -> int:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, timeout=300, check=False, capture_output=True).returncode
+
+
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("alone") / "run.json"
-    subprocess.run([sys.executable, str(SCRIPT), str(data), str(out)], timeout=300, check=True, capture_output=True)
+    assert one_process(data, out) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -57,12 +64,24 @@ def test_two_processes_follow_the_loss_of_one(
 def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     data: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    torchrun(2, data, tmp_path / "run.json", "kill", restarts=2)
+    torchrun(2, data, tmp_path / "run.json", "keep", "die=5", restarts=2)
     found = json.loads((tmp_path / "run.json").read_text())
     assert found["restarts"] == "1"
     losses = len(found["losses"])
     assert 0 < losses < len(alone["losses"])  # it went on, not anew
     same({**found, "losses": alone["losses"][:-losses] + found["losses"]}, alone)
+
+
+def test_ten_kills_at_random_steps_change_no_bit(data: Path, tmp_path: Path) -> None:
+    random = Random(0)
+    for _ in range(10):
+        assert one_process(data, tmp_path / "killed.json", "long", "keep", f"die={random.randint(1, 4)}") == -SIGKILL
+    assert one_process(data, tmp_path / "killed.json", "long", "keep") == 0
+    assert one_process(data, tmp_path / "undisturbed.json", "long") == 0
+    killed, undisturbed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("killed", "undisturbed"))
+    assert len(killed["losses"]) < len(undisturbed["losses"])  # the last attempt was not the whole run
+    for name in ("weights", "accuracy", "loss"):
+        assert killed[name] == undisturbed[name]
 
 
 def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:

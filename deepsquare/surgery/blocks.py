@@ -80,11 +80,10 @@ class FusedBlock(Combined):
         residual = x if downsample is None else downsample(x)
         excitation: SquareExcitation = getattr(norm, EXCITATION)
         residual = residual.to(inside.dtype)
-        if not torch.is_grad_enabled() and type(residual) is Tensor and residual.shape == inside.shape:
-            # What the function would ask again is known: Python counts here, where one image takes little time.
-            if fused.supports(inside):
-                y: Tensor = fused.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)
-                return y
+        known = type(residual) is Tensor and residual.shape == inside.shape and fused.supports(inside)
+        if known and not torch.is_grad_enabled():  # nothing to be asked again: for one image, Python's time counts
+            y: Tensor = fused.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)
+            return y
         return DF.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)  # as the block's own end
 
     def _as_written(self, x: Tensor) -> Tensor:
