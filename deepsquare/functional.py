@@ -247,12 +247,12 @@ class _MeanSquare(torch.autograd.Function):
 
 def _mean_square(x: Tensor) -> Tensor:
     """Square-Pooling in the accumulation type: every caller's way to it."""
+    return kernels.run("mean_square", _plain_mean_square, x)
+
+
+def _plain_mean_square(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return x.to(_accumulation_type(x)).square().mean(_spatial(x))  # the compiler fuses this into one pass
-    return kernels.run("mean_square", _mean_square_in_one_pass, x)
-
-
-def _mean_square_in_one_pass(x: Tensor) -> Tensor:
     pooled: Tensor = _MeanSquare.apply(x)  # type: ignore[no-untyped-call]
     return pooled
 
@@ -300,7 +300,8 @@ def _mean_square_by_rows(x: Tensor) -> Tensor:
 
 def _pooled(pooled: Tensor, x: Tensor, keepdim: bool) -> Tensor:
     """A pooling's result (N, C) of the map ``x``, in the type and shape the caller gets."""
-    pooled = pooled.to(_result_type(x))
+    if pooled.dtype is not x.dtype:
+        pooled = pooled.to(_result_type(x))
     return _unflattened(pooled, x) if keepdim else pooled
 
 
@@ -328,6 +329,8 @@ def _require_real(x: Tensor) -> None:
 
 
 def _require_map(x: Tensor) -> None:
+    if x.dtype in _REAL and x.ndim > 2 and x.numel():
+        return  # as nearly always, and asked at every call
     _require_real(x)
     if x.ndim < 3:
         raise ValueError(
