@@ -91,7 +91,8 @@ class OnPictures:
         row = row_of(run, parts.learner, parts.batches, parts.evaluation, checkpoint, report)
         if not run.spec and not continued:
             with replacing(base) as temporary:
-                save_file(parts.learner.model.state_dict(), temporary)
+                weights = parts.learner.model.state_dict()
+                save_file({name: value.contiguous() for name, value in weights.items()}, temporary)
         return row
 
 
