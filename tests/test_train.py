@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepsquare import cli
-from deepsquare.experiments.imagenet import RECIPES
+from deepsquare.cost import cost_of
+from deepsquare.experiments.imagenet import RECIPES, seconds_at_best
 from deepsquare.experiments.training_run import Settings, train
 from deepsquare.nn import SquareSoftmin
 from deepsquare.results import Store
@@ -32,6 +34,7 @@ RECIPE = ImageNetRecipe(
     epochs=2, batch=12, rate=0.02, warmup=1.0, model="shufflenet_v2_x0_5", spec="pooling", dropout=0.2,
     size=32, eval_size=32, eval_resize=36, ema=0.9,
 )  # fmt: skip
+RESULTS = Path(__file__).parent.parent / "results"
 SETTINGS = Settings(loading=Loading(pipeline="torchvision"))
 SMALL = ["--size", "32", "--eval-size", "32", "--eval-resize", "36", "--pipeline", "torchvision", "--device", "cpu"]
 
@@ -63,6 +66,22 @@ def test_the_recipes_are_those_of_the_paper() -> None:
         assert recipe.rate_at(recipe.epochs) == pytest.approx(0)
     assert sum(name.endswith("@200") for name in RECIPES) == 1
     assert set(RECIPES) > {"resnet18", "resnet50+pooling+excitation", "shufflenet_v2_x0_5+pooling"}
+
+
+def test_the_estimate_of_time_beside_the_training_steps_that_were_measured() -> None:
+    """On this kind of machine: two cores of AVX2, 80 G multiply-accumulates and 28 GB a second."""
+    kind, goes = "training step, batch 8", dict[str, list[float]]()
+    for row in Store(RESULTS / "bench.jsonl").rows():
+        if row.row.startswith("models/"):
+            for measured in row.metrics.values():
+                goes.setdefault(row.row.removeprefix("models/"), []).extend(
+                    measured.get("seconds", {}).get(kind, {}).get("base", ())
+                )
+    beside = {name: median(found) / seconds_at_best(cost_of(name, ""), 80e9, 28e9) for name, found in goes.items()}
+    relative = {name: ratio / beside["resnet50"] for name, ratio in beside.items()}
+    assert relative["resnet18"] == pytest.approx(0.85, abs=0.1)  # as docs/training.md says
+    assert relative["shufflenet_v2_x1_0"] == pytest.approx(1.5, abs=0.2)
+    assert relative["shufflenet_v2_x0_5"] == pytest.approx(2.1, abs=0.3)
 
 
 def test_the_optimiser_is_sgd_with_the_recipe_s_values() -> None:

@@ -26,7 +26,6 @@ MAPS = {
     "square_excitation_add_relu": 3,
     "relu_square": 2,
 }  # moved, at least
-FORWARD = "forward"
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,20 @@ class Measured:
         return self.row.metrics
 
     @property
+    def kinds(self) -> list[str]:
+        """Of passes: forward, and with its gradient."""
+        return [name for name, found in next(iter(self.maps.values())).items() if isinstance(found, Mapping)]
+
+    @property
     def others(self) -> list[str]:
         """What ours is compared with."""
-        first = next(iter(self.maps.values()))[FORWARD]
+        first = next(iter(self.maps.values()))[self.kinds[0]]
         return [name.removesuffix(" / ours") for name in first if name.endswith(" / ours")]
 
     def memory(self, case: str, who: str) -> float:
         """What the forward pass allocates, in maps."""
         found = self.maps[case]
-        return float(found[FORWARD]["allocated"][who] / found["bytes"])
+        return float(found[self.kinds[0]]["allocated"][who] / found["bytes"])
 
 
 def measured(rows: Sequence[Row]) -> list[Measured]:
@@ -79,7 +83,7 @@ def _roofline(found: Measured) -> Markup:
     points: dict[str, list[tuple[float, float]]] = {"limit": [], "ours": [], "compiled": [], "formula": []}
     by_size = {case["bytes"]: case for case in reversed(list(found.maps.values()))}  # of one size, the first
     for case in (by_size[size] for size in sorted(by_size)):
-        size, times = case["bytes"], case[FORWARD]
+        size, times = case["bytes"], case[found.kinds[0]]
         moved, own = MAPS[found.function] * size / 1e9, times["seconds"][0]
         seconds = {"limit": times["limit"][0], "ours": own}
         seconds |= {name: own * times[f"{name} / ours"][0] for name in ("compiled", "formula")}
