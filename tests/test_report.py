@@ -382,6 +382,25 @@ def test_runs_on_other_data_are_proxies(make: Callable[..., Page]) -> None:
     assert page.line("table2", "DeepSquare3")[-1] == "+1.06"
 
 
+def test_a_continued_network_stands_in_a_table_of_its_own(make: Callable[..., Page]) -> None:
+    def runs(spec: str, tops: tuple[float, ...], schedule: str) -> list[Row]:
+        proxy = {"model": "shufflenet_v2_x0_5", "schedule": schedule}
+        of_seed = [{"top1": top, "top5": 0.9, "accuracy": top} for top in tops]
+        shared: dict[str, Any] = {"experiment": "imagenette", "recipe": proxy}
+        return [row(spec, seed, None, **shared, metrics=metrics) for seed, metrics in enumerate(of_seed)]
+
+    begun = runs("", (0.5, 0.51, 0.52), "96 px")
+    continued = [
+        *runs("", (0.6, 0.61, 0.62), "96 px, continued"),
+        *runs("softmin", (0.63, 0.64, 0.66), "96 px, continued"),
+    ]
+    page = make([*begun, *continued])
+    assert page.line("continued", "Square-Softmin (SS)")[2].startswith("+3.33")
+    assert page.line("continued", "ShuffleNetV2-0.5×")[1].startswith("61.00")
+    assert page.line("table7", "ShuffleNetV2-0.5×")[-2].startswith("51.00")  # from the start
+    assert page.line("table7", "ShuffleNetV2-0.5×")[-1] == ""  # the paper's accuracy is of other data
+
+
 def test_the_latest_schedule_with_seeds_enough_is_judged() -> None:
     line = find(TABLE_3, standard_rows()).lines[2]
     assert [schedule.name for schedule in line.results] == ["short", "long"]

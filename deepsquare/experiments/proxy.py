@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from deepsquare._files import replacing
 from deepsquare.experiments.grid import Report, Run, row_of, run_grid
-from deepsquare.experiments.imagenet import RECIPES
+from deepsquare.experiments.imagenet import DROPOUT, RECIPES
+from deepsquare.experiments.tables import CONTINUED, Entry
 from deepsquare.experiments.training_run import Settings, assemble
 from deepsquare.results import Row, Store
 from deepsquare.training import ImageNetRecipe
@@ -30,8 +31,7 @@ from deepsquare.training.recipe import override
 SIZES = {"resnet18": 64, "shufflenet_v2_x1_0": 96, "shufflenet_v2_x0_5": 96}  # ResNet50 would take days
 EPOCHS = {"resnet18": 20, "shufflenet_v2_x1_0": 30, "shufflenet_v2_x0_5": 40}
 BATCH, WARMUP = 64, 1.0
-CONTINUED, CONTINUED_EPOCHS, CONTINUED_RATE = "shufflenet_v2_x0_5", 10, 0.1  # of the rate before
-CONTINUED_SPECS = ("", "pooling", "softmin", "encoding", "pooling+excitation")
+CONTINUED_EPOCHS, CONTINUED_RATE = 10, 0.1  # of the rate before
 
 
 def recipe_of(name: str) -> ImageNetRecipe:
@@ -55,19 +55,18 @@ def plan(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[Run]:
         for name in rows or names:
             recipe = recipe_of(name)
             runs.append(Run(experiment, name, seed, recipe.model, recipe.spec, f"{recipe.size} px", recipe))
-        if not rows or CONTINUED in rows:
-            runs += [_continued(experiment, seed, spec) for spec in CONTINUED_SPECS]
+        runs += [_continued(experiment, seed, entry) for entry in CONTINUED.entries if not rows or entry.model in rows]
     return runs
 
 
-def _continued(experiment: str, seed: int, spec: str) -> Run:
-    base = recipe_of(CONTINUED)
+def _continued(experiment: str, seed: int, entry: Entry) -> Run:
+    base = recipe_of(entry.model)
     recipe = dataclasses.replace(
-        base, spec=spec, epochs=CONTINUED_EPOCHS, warmup=0.0, rate=CONTINUED_RATE * base.rate,
-        dropout=RECIPES[f"{CONTINUED}+pooling"].recipe.dropout if spec else None,
+        base, spec=entry.spec, epochs=CONTINUED_EPOCHS, warmup=0.0, rate=CONTINUED_RATE * base.rate,
+        dropout=DROPOUT if entry.spec else None,
     )  # fmt: skip
-    name = "+".join(filter(None, (CONTINUED, spec)))
-    return Run(experiment, name, seed, CONTINUED, spec, f"{base.size} px, continued", recipe)
+    name = "+".join(filter(None, (entry.model, entry.spec)))
+    return Run(experiment, name, seed, entry.model, entry.spec, f"{base.size} px, continued", recipe)
 
 
 @dataclass(frozen=True)

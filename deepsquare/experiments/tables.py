@@ -163,3 +163,17 @@ PEERS = PaperTable(
     detail="Place",
 )
 TABLES = (TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7)
+
+_SMALLEST = "shufflenet_v2_x0_5"
+CONTINUED = PaperTable(
+    0,
+    "A trained network continued, with the squares and without",
+    (
+        Entry("ShuffleNetV2-0.5×", "", None, model=_SMALLEST),
+        Entry("Square-Pooling (SP)", "pooling", None, model=_SMALLEST),
+        Entry("Square-Softmin (SS)", "softmin", None, model=_SMALLEST),
+        Entry("Square-Encoding (SEn)", "encoding", None, model=_SMALLEST),
+        Entry("SP & SEx", "pooling+excitation", None, model=_SMALLEST),
+    ),
+    data="continued",
+)

@@ -174,9 +174,11 @@ def find(table: PaperTable, rows: Sequence[Row]) -> Findings:
 
 def _belongs(run: Run, table: PaperTable) -> bool:
     on_cifar = run.schedule.experiment == "cifar10"
-    on_imagenet = not run.schedule.experiment.startswith("cifar")
+    continued = run.schedule.name.endswith("continued")
+    on_imagenet = not run.schedule.experiment.startswith("cifar") and not continued
     models = {entry.model for entry in table.entries}
-    return run.model in models and (on_cifar if table.data == "CIFAR-10" else on_imagenet)
+    on_data = {"CIFAR-10": on_cifar, "ImageNet": on_imagenet, "continued": continued}
+    return run.model in models and on_data[table.data]
 
 
 def _latest_recipes(runs: Sequence[Run], own_epochs: set[int | None]) -> tuple[list[Run], list[str]]:

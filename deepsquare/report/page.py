@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from deepsquare import verdict
 from deepsquare._files import make_writable, replacing
 from deepsquare.cost import cost_of, short
-from deepsquare.experiments.tables import PEERS, TABLES
+from deepsquare.experiments.tables import CONTINUED, PEERS, TABLES
 from deepsquare.report import curves, figures, network, ops, peers, spirals
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
 from deepsquare.results import Row
@@ -85,6 +85,7 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
         "table_1": network.table_1(),
         "cifar": [(f, curves.forest(f), curves.learning_curves(f)) for f in cifar],
         "imagenet": [(f, [_cost(line) for line in f.lines]) for f in tables if f not in cifar],
+        "continued": find(CONTINUED, rows),
         "backbones": measured,
         "accuracy_against_time": peers.accuracy_against_time(measured.get("resnet50")),
         "peers": (found_peers, [_cost(line) for line in found_peers.lines]),
