@@ -28,13 +28,13 @@ STOPPED = 143  # the exit code of a process that SIGTERM has ended
 
 def training_command(arguments: Sequence[str]) -> Callable[..., None]:
     """``deepsquare train`` for these arguments: the recipe that they name, and a file changes, gives the defaults."""
-    named = next((named.recipe for name, named in RECIPES.items() if name in arguments[1:2]), ImageNetRecipe())
-    start, notes, in_file = named, list[str](), dict[str, Any]()
-    if "--file" in arguments[:-1]:
-        in_file = _read(Path(arguments[arguments.index("--file") + 1]))
+    named = next((RECIPES[word].recipe for word in arguments if word in RECIPES), ImageNetRecipe())
+    start, notes, in_file, flags = named, list[str](), dict[str, Any](), _flags(arguments)
+    if flags.get("file"):
+        in_file = _read(Path(flags["file"]))
         start, notes = override(named, in_file)
-    if "--epochs" in arguments[:-1] and (epochs := arguments[arguments.index("--epochs") + 1]).isdecimal():
-        start, _ = override(start, {"epochs": max(1, int(epochs))})  # a longer warm-up is cut
+    if flags.get("epochs", "").isdecimal():
+        start, _ = override(start, {"epochs": max(1, int(flags["epochs"]))})  # a longer warm-up is cut
 
     def command(
         name: tyro.conf.Positional[str] = "list",
@@ -67,13 +67,13 @@ def training_command(arguments: Sequence[str]) -> Callable[..., None]:
         if name == "list":
             Console().print(_recipes())
             return
-        named_recipe(name)
+        if named_recipe(name).recipe is not named:
+            raise ValueError(f"the first name of a recipe is not {name}; give it first: deepsquare train {name} …")
         if data is None:
             raise ValueError("no data is named; give the folder that holds train and val: --data DIR")
-        given = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in arguments}
         fields = [field.name for field in dataclasses.fields(recipe)]
-        changed = {key: getattr(recipe, key) for key in fields if key in given or key in in_file}
-        changed |= {key.removeprefix("no_"): False for key in given if key.startswith("no_") and key[3:] in fields}
+        changed = {key: getattr(recipe, key) for key in fields if key in flags or key in in_file}
+        changed |= {key.removeprefix("no_"): False for key in flags if key.startswith("no_") and key[3:] in fields}
         chosen, follows = override(named, changed)
         with join(device) as team:
             for note in dict.fromkeys((*notes, *follows)) if team.leads else ():
@@ -91,6 +91,16 @@ def training_command(arguments: Sequence[str]) -> Callable[..., None]:
                 print(f"The model is {(place / 'model.safetensors').resolve()}")
 
     return command
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    """The flags by field, each with what follows it first; of one that is given twice, the last."""
+    found = {}
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        if word.startswith("--"):
+            flag, equals, value = word.removeprefix("--").partition("=")
+            found[flag.replace("-", "_")] = value if equals else following
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -312,6 +312,45 @@ def test_train_and_eval_from_the_command_line(
     assert "holds a run of another recipe: seed was 0, is 4" in said
 
 
+def test_flags_are_read_in_every_form_and_order(
+    tmp_path: Path, deepsquare: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pictures(tmp_path / "rate")  # a folder that is called as a field is
+    (tmp_path / "changes.toml").write_text("momentum = 0.8\n")
+    monkeypatch.chdir(tmp_path)
+    given = ["--data", "rate", "shufflenet_v2_x0_5+pooling", "--file=changes.toml", "--epochs=9", "--epochs", "1"]
+    code, said = deepsquare("train", *given, "--batch=12", "--output", "run", "--results", "results", *SMALL)
+    assert code == 0, said
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (described["model"], described["spec"]) == ("shufflenet_v2_x0_5", "pooling")
+    assert (described["epochs"], described["momentum"]) == (1, 0.8)
+    assert described["rate"] == pytest.approx(0.4 * 12 / 1024)
+
+
+def test_a_refusal_is_not_a_restart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = dataclasses.replace(RECIPE, epochs=1, warmup=0.0, ema=None)
+    train("run", recipe, data, tmp_path / "run", settings=SETTINGS, results=tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another job")
+    with pytest.raises(ValueError, match="holds a run already; go on with it by --resume"):
+        train("run", recipe, data, tmp_path / "run", settings=SETTINGS, results=tmp_path)
+
+
+def test_a_first_step_that_is_skipped_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    for _ in range(3):  # memory that is used again
+        torch.full((64, 64), 1e30)
+    learner = Learner(nn.Linear(64, 64), RECIPE, Engine(precision="float16"))
+    for huge in (True, False):
+        images = torch.full((12, 64), 6e4 if huge else 1.0)
+        learner.gradients(images, torch.zeros(12, dtype=torch.int64))
+        learner.update(0.01)
+    momenta = [state["momentum_buffer"] for state in learner.optimiser.state.values()]
+    assert len(momenta) == 2
+    for momentum in momenta:
+        assert momentum.abs().max() < 10
+
+
 def test_the_recipes_are_listed(deepsquare: Callable[..., tuple[int, str]]) -> None:
     code, said = deepsquare("train")
     assert code == 0
@@ -331,6 +370,11 @@ def test_the_recipes_are_listed(deepsquare: Callable[..., tuple[int, str]]) -> N
         (["resnet18", "--data", "DATA", "--batch", "12", "--micro", "5"], "micro is 5; expected a divisor of the 12"),
         (["resnet18", "--data", "DATA", "--warmup", "500"], "warmup is 500.0; expected between 0 and the 120 epochs"),
         (["resnet18", "--data", "NOWHERE", "--batch", "12"], "NOWHERE"),
+        (
+            ["resnet18", "--data", "DATA", "--batch", "12", "--device", "gpu"],
+            "the device is 'gpu'; expected cpu or cuda",
+        ),
+        (["--start", "resnet18", "resnet50"], "the first name of a recipe is not resnet50; give it first"),
         (["resnet18", "--data", "DATA", "--file", "no.toml"], "no file no.toml"),
         (
             ["resnet18", "--data", "DATA", "--batch", "12", "--start", "no.safetensors"],

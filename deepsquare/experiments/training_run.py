@@ -32,6 +32,7 @@ from deepsquare.training.team import ALONE
 logger = logging.getLogger("deepsquare")
 IMAGENET = (1000, 1_281_167)  # its classes and training pictures
 CHECKPOINT, MODEL, AVERAGE, LOG, SUMMARY = "last.pt", "model.safetensors", "ema.safetensors", "log.jsonl", "run.json"
+JOB = ".job"  # of torchrun, that began the run
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def assemble(recipe: ImageNetRecipe, data: Path, seed: int, settings: Settings, 
     """Open the data, build the network and put both together; what does not fit is told here."""
     pictures, val = open_source(data, "train"), open_source(data, "val")
     check_same_classes(pictures, val)
+    if len(pictures.classes) < 2:
+        raise ValueError(f"{data} has one class, {pictures.classes[0]}; expected at least two to tell apart")
     batches = PictureBatches(pictures, recipe, seed=seed, team=team, loading=settings.loading)
     share = recipe.batch // team.size
     if settings.micro is not None and (settings.micro < 1 or share % settings.micro):
@@ -106,7 +109,8 @@ def train(
     parts = assemble(recipe, data, seed, settings, team)
     learner, batches = parts.learner, parts.batches
     described = {"name": name, "seed": seed, **asdict(recipe)}
-    place = _prepare(output, described, learner.model, resume or _restarted(), team)
+    make_writable(results)
+    place = _prepare(output, described, learner.model, resume or _restarted(output), team)
     torch.manual_seed(seed + 1 + team.rank)  # dropout differs between the parts of a batch
     with ExitStack() as stack:
         stop = stack.enter_context(_terminated())
@@ -125,7 +129,8 @@ def train(
                 judge_end=False,  # a few epochs to try it out may end there
             )  # fmt: skip
         except DivergedError as error:
-            raise ValueError(f"{error}, in a new --output; {place} is from before it went wrong") from error
+            kept = f"; {place} is from before it went wrong" if place.exists() else ""
+            raise ValueError(f"{error}, in a new --output{kept}") from error
     if team.leads:
         checkpoint.save(learner.model, output / MODEL)
         if learner.average is not None:
@@ -150,9 +155,14 @@ def _model(recipe: ImageNetRecipe, classes: int, seed: int, settings: Settings) 
     return model
 
 
-def _restarted() -> bool:
-    """Whether torchrun has started this process again after another one failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def _restarted(output: Path) -> bool:
+    """Whether torchrun has started this process again, after its job had begun the run in that folder."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return again and (output / JOB).exists() and (output / JOB).read_text() == _job()
+
+
+def _job() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _prepare(output: Path, described: dict[str, Any], model: nn.Module, resume: bool, team: Team) -> Path:
@@ -162,11 +172,11 @@ def _prepare(output: Path, described: dict[str, Any], model: nn.Module, resume: 
     if place.exists() and not resume:
         raise ValueError(f"{output} holds a run already; go on with it by --resume, or give another --output")
     if resume and (output / SUMMARY).exists():
-        before = json.loads((output / SUMMARY).read_text())
+        before = _summary(output / SUMMARY)
         if changed := [key for key in described if before.get(key) != described[key]]:
             differences = "; ".join(f"{key} was {before.get(key)}, is {described[key]}" for key in changed)
             raise ValueError(f"{output} holds a run of another recipe: {differences}. Give another --output")
-    copies = 3 + (described["ema"] is not None)  # weights, momentum and the file written beside the old one
+    copies = 5 + 3 * (described["ema"] is not None)  # weights and momentum in the old file and the new; the result
     needed = copies * sum(value.numel() * value.element_size() for value in model.state_dict().values())
     if shutil.disk_usage(output).free < needed:
         free = shutil.disk_usage(output).free
@@ -175,7 +185,20 @@ def _prepare(output: Path, described: dict[str, Any], model: nn.Module, resume: 
     if team.leads:
         with replacing(output / SUMMARY) as temporary:
             temporary.write_text(json.dumps(described, indent=2) + "\n")
+        (output / JOB).write_text(_job())
+        if not place.exists():
+            (output / LOG).unlink(missing_ok=True)  # of a run whose checkpoint was removed
     return place
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, or give another --output") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no description of a run; remove it, or give another --output")
+    return found
 
 
 @contextmanager

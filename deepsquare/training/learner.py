@@ -54,12 +54,13 @@ class Learner:
         if engine.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self.model = model
-        self.optimiser = recipe.optimiser(model)
+        scaled = engine.precision == "float16"
+        self.optimiser = recipe.optimiser(model, scaled=scaled)
         self.average = None
         if engine.ema is not None:
             rule = get_ema_multi_avg_fn(engine.ema)  # type: ignore[no-untyped-call]
             self.average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
-        self.scaler = torch.amp.GradScaler(team.device.type, enabled=engine.precision == "float16")
+        self.scaler = torch.amp.GradScaler(team.device.type, enabled=scaled)
         self._shared = DistributedDataParallel(model) if team.size > 1 else model
         self._run: Callable[[Tensor], Tensor] = torch.compile(self._shared) if engine.compile else self._shared
 

@@ -53,9 +53,13 @@ class Recipe:
         part = min((progress - self.warmup) / (self.epochs - self.warmup), 1.0)
         return self.rate * (1 + math.cos(math.pi * part)) / 2
 
-    def optimiser(self, model: nn.Module) -> torch.optim.SGD:
-        """The optimiser of a model; the loop sets its rate at every step."""
-        options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
+    def optimiser(self, model: nn.Module, *, scaled: bool = False) -> torch.optim.SGD:
+        """The optimiser of a model; the loop sets its rate at every step.
+
+        With ``scaled`` gradients it is not fused: when its very first step is skipped for a gradient that is not
+        finite, the fused one of torch 2.13 takes memory that was never written for its momentum.
+        """
+        options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": not scaled}
         return torch.optim.SGD(model.parameters(), self.rate, weight_decay=self.weight_decay, **options)
 
 

@@ -66,10 +66,14 @@ def join(device: str | None = None) -> Iterator[Team]:
         )
     rank, size, local = (int(os.environ.get(name, default)) for name, default in zip(VARIABLES, "010", strict=True))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"the device is {kind!r}; expected cpu or cuda")
     place = torch.device(f"cuda:{local}" if kind == "cuda" else kind)
     if place.type == "cuda":
-        if local >= torch.cuda.device_count():
-            found = torch.cuda.device_count()
+        found = torch.cuda.device_count()
+        if not found:
+            raise ValueError("PyTorch finds no GPU on this machine; choose --device cpu")
+        if local >= found:
             raise ValueError(
                 f"process {local} of this machine finds {found} GPUs; start at most {found}, or --device cpu"
             )
