@@ -21,6 +21,7 @@ from rich.table import Table
 
 from deepsquare import _torchvision  # noqa: F401  # before torchvision
 from deepsquare._files import make_writable
+from deepsquare._threads import cores
 from deepsquare.data.pictures import Source, TrainView, available, batches, open_source
 from deepsquare.data.pictures.folders import FolderSource
 from deepsquare.data.pictures.jpeg import jpeg_size
@@ -62,18 +63,18 @@ def _decoding(source: Source, pictures: int) -> Turn:
 
 def contestants(source: FolderSource, pictures: int) -> dict[str, Turn]:
     """The plain one, and every pipeline that is installed, alone and with a worker for each core."""
-    cores = os.cpu_count() or 1
+    workers = cores()
     found = {PLAIN: _plain(source, pictures)}
     if available("fast"):
         found[DECODING] = _decoding(source, pictures)
     for pipeline, alone, with_workers in (
-        ("torchvision", "in this process", f"{cores} workers"),
-        ("fast", "in this process", f"{cores} workers"),
-        ("dali", "1 thread", f"{cores} threads"),
+        ("torchvision", "in this process", f"{workers} workers"),
+        ("fast", "in this process", f"{workers} workers"),
+        ("dali", "1 thread", f"{workers} threads"),
     ):
         if available(pipeline):
             found[f"{pipeline}, {alone}"] = _ours(source, pictures, pipeline, 0)
-            found[f"{pipeline}, {with_workers}"] = _ours(source, pictures, pipeline, cores)
+            found[f"{pipeline}, {with_workers}"] = _ours(source, pictures, pipeline, workers)
     return found
 
 
@@ -91,7 +92,7 @@ class DataBench:
     def __rich__(self) -> Table:
         """The comparison."""
         table = Table(
-            title=f"Random parts of pictures at {SIZE} × {SIZE}, {os.cpu_count()} cores",
+            title=f"Random parts of pictures at {SIZE} × {SIZE}, {cores()} cores",
             caption=f"medians of {len(self.seconds[PLAIN])} rounds; × is relative to {PLAIN}, with its 95% interval",
         )
         for heading in ("", "pictures/s", "ms each", "CPU ms each", "×"):
