@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from collections import OrderedDict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,47 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "dropout": (float, int, type(None)),
     "input_shape": (list, type(None)),
     "folded": (bool,),
+    "pictures": (dict, type(None)),
 }
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pictures, by channel, from 0 to 1
 
 
-def save(model: nn.Module, path: PathLike) -> None:
+@dataclass(frozen=True)
+class Pictures:
+    """How a picture becomes a model's input, and the names of the classes that it tells apart.
+
+    Attributes:
+        classes: their names, in the order of the outputs.
+        size: side of the centre that is cut out.
+        resize: the shorter side before that.
+        mean, std: by which the values, from 0 to 1, are normalised.
+    """
+
+    classes: tuple[str, ...]
+    size: int = 224
+    resize: int = 256
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+    @classmethod
+    def read(cls, stored: dict[str, Any], path: PathLike) -> Pictures:
+        """From a header; a clear word if it is damaged."""
+        try:
+            classes, size, resize = (stored[key] for key in ("classes", "size", "resize"))
+            mean, std = (tuple(float(value) for value in stored[key]) for key in ("mean", "std"))
+            sound = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+            if not (sound and 0 < int(size) <= int(resize) and len(mean) == len(std)):
+                raise ValueError
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the header of {path} has no valid 'pictures'; fetch or save the file again") from error
+        return cls(tuple(classes), int(size), int(resize), mean, std)
+
+
+def save(model: nn.Module, path: PathLike, pictures: Pictures | None = None) -> None:
     """Write ``model`` to a safetensors file from which :func:`load` rebuilds it.
+
+    ``pictures`` says how a picture becomes its input and what its classes are called; what evaluates, exports or
+    predicts finds it there (:func:`read_pictures`).
 
     A model that :func:`deepsquare.create_model` did not build is saved with its spec, but without its name; load it
     with :func:`load_weights`. The file is written beside its place first and renamed, so it is whole or not there.
@@ -55,6 +92,7 @@ def save(model: nn.Module, path: PathLike) -> None:
         "dropout": present.dropout if present else None,
         "input_shape": present.sites.input_shape if present else None,
         "folded": is_folded(model),
+        "pictures": asdict(pictures) if pictures else None,
     }
     try:
         metadata = {key: json.dumps(value) for key, value in header.items()}
@@ -175,10 +213,17 @@ def read_header(path: PathLike) -> dict[str, Any]:
             f"{path} is a checkpoint of version {header.get('version')}, this deepsquare reads {VERSION}; use the "
             "release that wrote it"
         )
+    header.setdefault("pictures", None)
     for field, types in FIELDS.items():
         if not isinstance(header.get(field, ...), types):
             raise ValueError(f"the header of {path} has no valid {field!r}; fetch or save the file again")
     return header
+
+
+def read_pictures(path: PathLike) -> Pictures | None:
+    """What pictures a checkpoint was saved for, if it says so."""
+    stored = read_header(path).get("pictures")
+    return Pictures.read(stored, path) if stored else None
 
 
 def _describe(model: nn.Module) -> str:

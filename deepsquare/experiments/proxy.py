@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from deepsquare._files import replacing
+from deepsquare.checkpoint import load_weights, save
 from deepsquare.experiments.grid import Report, Run, row_of, run_grid
 from deepsquare.experiments.imagenet import DROPOUT, RECIPES
 from deepsquare.experiments.tables import CONTINUED, Entry
@@ -71,7 +70,7 @@ def _continued(experiment: str, seed: int, entry: Entry) -> Run:
 
 @dataclass(frozen=True)
 class OnPictures:
-    """A run on a folder of pictures; the weights of a base network are kept for those that continue it."""
+    """A run on a folder of pictures; the trained model is kept, to be continued or deployed."""
 
     data: Path
 
@@ -80,18 +79,16 @@ class OnPictures:
         recipe, settings = run.recipe, Settings(loading=Loading("fast"))
         assert isinstance(recipe, ImageNetRecipe)
         parts = assemble(recipe, self.data, run.seed, settings)
-        base = checkpoint.parent / f"{run.model}-seed{run.seed}.safetensors"
+        base, own = (checkpoint.parent / f"{name}-seed{run.seed}.safetensors" for name in (run.model, run.row))
         continued = run.schedule.endswith("continued")
         if continued:
             if not base.exists():
                 raise FileNotFoundError(f"{base} is missing, which the run of {run.model} from the start leaves behind")
-            parts.learner.model.load_state_dict(load_file(base), strict=False)  # the squares' own start values stay
+            load_weights(parts.learner.model, base)  # the squares' own start values stay
         torch.manual_seed(run.seed)
         row = row_of(run, parts.learner, parts.batches, parts.evaluation, checkpoint, report)
-        if not run.spec and not continued:
-            with replacing(base) as temporary:
-                weights = parts.learner.model.state_dict()
-                save_file({name: value.contiguous() for name, value in weights.items()}, temporary)
+        if not continued:
+            save(parts.learner.model, own, parts.pictures)
         return row
 
 

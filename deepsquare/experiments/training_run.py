@@ -65,6 +65,12 @@ class Assembled:
     batches: PictureBatches
     evaluation: PictureEvaluation
 
+    @property
+    def pictures(self) -> checkpoint.Pictures:
+        """What the network is to be shown, for its checkpoint."""
+        view = self.evaluation.view
+        return checkpoint.Pictures(tuple(self.batches.source.classes), view.size, view.resize)
+
 
 def assemble(recipe: ImageNetRecipe, data: Path, seed: int, settings: Settings, team: Team = ALONE) -> Assembled:
     """Open the data, build the network and put both together; what does not fit is told here."""
@@ -132,9 +138,9 @@ def train(
             kept = f"; {place} is from before it went wrong" if place.exists() else ""
             raise ValueError(f"{error}, in a new --output{kept}") from error
     if team.leads:
-        checkpoint.save(learner.model, output / MODEL)
+        checkpoint.save(learner.model, output / MODEL, parts.pictures)
         if learner.average is not None:
-            checkpoint.save(learner.average.module, output / AVERAGE)
+            checkpoint.save(learner.average.module, output / AVERAGE, parts.pictures)
         described = {
             **asdict(recipe), "schedule": f"{recipe.size} px", "processes": team.size, "micro": settings.micro,
             "pipeline": settings.loading.pipeline,

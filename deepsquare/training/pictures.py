@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepsquare._threads import cores
+from deepsquare.checkpoint import MEAN, STD
 from deepsquare.data.pictures.loader import Batch, batches
 from deepsquare.data.pictures.source import Source
 from deepsquare.data.pictures.views import EvalView, TrainView
@@ -20,7 +21,6 @@ from deepsquare.training.recipe import ImageNetRecipe
 from deepsquare.training.team import ALONE, Team
 
 logger = logging.getLogger("deepsquare")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pictures, by channel, from 0 to 1
 
 
 @dataclass(frozen=True)
