@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -15,24 +16,28 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from deepsquare.checkpoint import Pictures, load, read_pictures
 from deepsquare.data.pictures.source import open_source
 from deepsquare.data.pictures.views import EvalView
 from deepsquare.experiments.imagenet import MACHINES, RECIPES, hours, named_recipe
-from deepsquare.experiments.training_run import Settings, train
+from deepsquare.experiments.training_run import CHECKPOINT, MODEL, Settings, train
 from deepsquare.training import ImageNetRecipe, StoppedError, evaluate, join
 from deepsquare.training.pictures import Loading, Normalise, PictureEvaluation
 from deepsquare.training.recipe import override
 
-STOPPED = 143  # the exit code of a process that SIGTERM has ended
+TERMINATED, INTERRUPTED = 143, 130  # the exit codes of a process that SIGTERM or Ctrl-C has ended
 
 
 def training_command(arguments: Sequence[str]) -> Callable[..., None]:
     """``deepsquare train`` for these arguments: the recipe that they name, and a file changes, gives the defaults."""
     named = next((RECIPES[word].recipe for word in arguments if word in RECIPES), ImageNetRecipe())
-    start, notes, in_file, flags = named, list[str](), dict[str, Any](), _flags(arguments)
+    start, in_file, flags = named, dict[str, Any](), _flags(arguments)
     if flags.get("file"):
         in_file = _read(Path(flags["file"]))
-        start, notes = override(named, in_file)
+        try:
+            start, _ = override(named, in_file)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{flags['file']}: {error}") from error
     if flags.get("epochs", "").isdecimal():
         start, _ = override(start, {"epochs": max(1, int(flags["epochs"]))})  # a longer warm-up is cut
 
@@ -76,19 +81,20 @@ def training_command(arguments: Sequence[str]) -> Callable[..., None]:
         changed |= {key.removeprefix("no_"): False for key in flags if key.startswith("no_") and key[3:] in fields}
         chosen, follows = override(named, changed)
         with join(device) as team:
-            for note in dict.fromkeys((*notes, *follows)) if team.leads else ():
+            for note in follows if team.leads else ():
                 print(f"deepsquare: note: {note}", file=sys.stderr)
             place = output or Path("out/train") / name
             try:
                 train(
                     name, chosen, data, place, seed=seed, settings=settings, team=team, resume=resume, results=results
                 )
-            except StoppedError as stopped:
+            except (StoppedError, KeyboardInterrupt) as stopped:
                 if team.leads:
-                    print(f"deepsquare: {stopped}; the same command with --resume goes on", file=sys.stderr)
-                sys.exit(STOPPED)
+                    reason = str(stopped) or "stopped at once"
+                    print(f"deepsquare: {reason}; the same command with --resume goes on", file=sys.stderr)
+                sys.exit(TERMINATED if isinstance(stopped, StoppedError) else INTERRUPTED)
             if team.leads:
-                print(f"The model is {(place / 'model.safetensors').resolve()}")
+                print(f"The model is {(place / MODEL).resolve()}")
 
     return command
 
@@ -113,6 +119,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is neither TOML nor, with the ending .json, JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; expected fields of a recipe with their values")
+    here = {field.name for kind in (Settings, Loading) for field in dataclasses.fields(kind)} & set(found)
+    if here:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(here))
+        raise ValueError(f"{path}: {flags} is how a run is done, not part of a recipe; give it on the command line")
     return found
 
 
@@ -135,8 +145,8 @@ def evaluation_command(
     *,
     data: Path,
     split: str = "val",
-    size: int = 224,
-    resize: int = 256,
+    size: int | None = None,
+    resize: int | None = None,
     batch: int = 128,
     device: str | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -145,17 +155,18 @@ def evaluation_command(
     """Measure a checkpoint on pictures: every one exactly once, also when torchrun's processes share them.
 
     Args:
-        checkpoint: A safetensors file, such as the model of a training run.
+        checkpoint: A safetensors file, or the folder of a training run.
         data: Folder with the split.
         split: Which folder in it.
-        size: Side of the centre that is cut out.
-        resize: The shorter side before that.
+        size: Side of the centre that is cut out; as the checkpoint says when not given, or 224.
+        resize: The shorter side before that; as the checkpoint says when not given, or 256.
         batch: Pictures at a time, for each process.
         device: cpu or cuda; a GPU where there is one when not given.
         as_json: Print JSON.
     """
-    from deepsquare.checkpoint import load
-
+    checkpoint = model_file(checkpoint)
+    pictures = read_pictures(checkpoint) or Pictures(())
+    view = EvalView(size or pictures.size, resize or max(pictures.resize, size or 0))
     source, model = open_source(data, split), load(checkpoint)
     with join(device) as team:
         model.to(team.device)
@@ -170,13 +181,24 @@ def evaluation_command(
                 )
             return said
 
-        given = PictureEvaluation(source, EvalView(size, resize), team, loading, batch)
+        given = PictureEvaluation(source, view, team, loading, batch)
         shown = evaluate(model, given(), team=team, logits=logits)
         if not team.leads:
             return
         if as_json:
-            print(json.dumps({"pictures": len(source), **shown._asdict()}))
+            loss = shown.loss if math.isfinite(shown.loss) else None  # JSON has no other word
+            found = {**shown._asdict(), "loss": loss, "size": view.size, "resize": view.resize}
+            print(json.dumps({"pictures": len(source), **found}))
         else:
-            print(
-                f"{len(source):,} pictures: top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}, loss {shown.loss:.4f}"
-            )
+            accuracies = f"top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}"
+            print(f"{len(source):,} pictures at {view.size} px: {accuracies}, loss {shown.loss:.4f}")
+
+
+def model_file(given: Path) -> Path:
+    """The model of a checkpoint, or of the folder of a training run."""
+    found = given / MODEL if given.is_dir() else given
+    folder = found.parent
+    if found.name == CHECKPOINT or (given.is_dir() and not found.exists()):
+        state = "is there" if (folder / MODEL).exists() else "is written when the run ends (--resume goes on with it)"
+        raise ValueError(f"{given} is no model; expected {folder / MODEL}, which {state}")
+    return found

@@ -35,7 +35,7 @@ with join("cpu") as team:
     batches = PictureBatches(open_source(data, "train"), recipe, team=team, loading=loading)
     evaluation = PictureEvaluation(open_source(data, "val"), EvalView(16, 18), team, loading, batch=4)
 
-    def on_step(tally: Tally, rate: float) -> None:
+    def on_step(epoch: int, tally: Tally, rate: float) -> None:
         losses.append(tally.mean_loss)
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if first and team.rank == team.size - 1 and len(losses) in die:

@@ -76,10 +76,10 @@ def test_the_rate_follows_the_batch_and_says_so() -> None:
     [
         ("crop_area", (0.5, 0.1), "expected 0 < least"),
         ("eval_resize", 200, "eval_resize is 200; expected at least eval_size, 224"),
-        ("precision", "float8", "precision is float8; expected one of float32, bfloat16, float16"),
+        ("precision", "float8", "precision is 'float8'; expected one of float32, bfloat16, float16"),
         ("ema", 1.5, "ema is 1.5; expected 0 < ema < 1"),
         ("dropout", 1.0, "dropout is 1.0"),
-        ("size", True, "size is True; expected int"),
+        ("size", True, "size is True; expected a whole number"),
     ],
 )
 def test_a_recipe_says_what_is_wrong(field: str, value: Any, message: str) -> None:

@@ -90,7 +90,7 @@ def test_a_run_stopped_at_any_step_ends_bit_for_bit_alike(engine: Engine, tmp_pa
     data, signs = Points(), []
     whole = Learner(network(), PLAIN, engine)
 
-    def on_step(tally: Tally, rate: float) -> None:
+    def on_step(epoch: int, tally: Tally, rate: float) -> None:
         signs.append(bool(whole.model[5].root_scale > 0))  # type: ignore[index]
 
     torch.manual_seed(7)
@@ -128,24 +128,10 @@ def test_a_batch_in_several_goes_has_the_same_gradient() -> None:
 
 def run_in(data: Path, output: Path, *more: str, epochs: int = 8) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "deepsquare", "train", "shufflenet_v2_x0_5+pooling", "--data", str(data)]
-    command += [
-        "--output",
-        str(output),
-        "--epochs",
-        str(epochs),
-        "--batch",
-        "12",
-        "--rate",
-        "0.002",
-        "--minutes",
-        "0",
-        *SMALL,
-        *more,
-    ]
+    command += [*f"--epochs {epochs} --batch 12 --rate 0.002 --minutes 0".split(), "--output", str(output)]
+    command += [*SMALL, *more, "--results", str(output.parent)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, "--results", str(output.parent)], stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
 
 
 def wait_for(place: Path, process: subprocess.Popen[str]) -> None:
@@ -155,7 +141,16 @@ def wait_for(place: Path, process: subprocess.Popen[str]) -> None:
     assert place.exists(), process.communicate()[1]
 
 
-def test_a_killed_and_a_terminated_run_end_as_the_undisturbed_one(data: Path, tmp_path: Path) -> None:
+def stop(process: subprocess.Popen[str], place: Path, signal_number: int) -> str:
+    """Send a signal, as a terminal does to all of its processes, when the next checkpoint is written."""
+    first = place.stat().st_mtime_ns
+    while place.stat().st_mtime_ns == first and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal_number)
+    return process.communicate(timeout=120)[1]
+
+
+def test_a_killed_a_terminated_and_an_interrupted_run_end_as_the_undisturbed_one(data: Path, tmp_path: Path) -> None:
     whole = run_in(data, tmp_path / "whole")
     said = whole.communicate(timeout=240)[1]
     assert whole.returncode == 0, said
@@ -164,14 +159,12 @@ def test_a_killed_and_a_terminated_run_end_as_the_undisturbed_one(data: Path, tm
     wait_for(run / "last.pt", killed)
     killed.kill()
     killed.communicate()
-    first = (run / "last.pt").stat().st_mtime_ns
-    terminated = run_in(data, run, "--resume")
-    while (run / "last.pt").stat().st_mtime_ns == first and terminated.poll() is None:
-        time.sleep(0.02)
-    terminated.send_signal(signal.SIGTERM)
-    said = terminated.communicate(timeout=120)[1]
-    assert terminated.returncode == 143, said
-    assert re.search(r"stopped after .*; the same command with --resume goes on", said)
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        stopped = run_in(data, run, "--resume", "--workers", "2")
+        said = stop(stopped, run / "last.pt", number)
+        assert stopped.returncode == code, said
+        assert re.search(r"stopped after .*; the same command with --resume goes on", said)
+        assert "Traceback" not in said
     last = run_in(data, run, "--resume")
     said = last.communicate(timeout=240)[1]
     assert last.returncode == 0, said
@@ -219,11 +212,13 @@ def test_train_and_eval_from_the_command_line(
     assert row.recipe["batch"] == 24
     assert row.recipe["rate"] == pytest.approx(0.009375)
     assert (row.recipe["ema"], row.recipe["micro"]) == (0.5, 6)
-    code, said = deepsquare("eval", run / "model.safetensors", "--data", data, "--json", *SMALL[-4:], "--size", "32",
-                            "--resize", "36")  # fmt: skip
+    code, said = deepsquare("eval", run, "--data", data, "--json", *SMALL[-4:])
     assert code == 0, said
     found = json.loads(said)
-    assert found["pictures"] == 21
+    assert (found["pictures"], found["size"], found["resize"]) == (21, 32, 36)  # as it was trained
+    code, said = deepsquare("eval", run / "last.pt", "--data", data)
+    assert code == 2
+    assert "last.pt is no model; expected" in said
     assert found["accuracy"] == pytest.approx(row.metrics["accuracy"], abs=1 / 21 + 1e-6)  # trained in bfloat16
 
     code, said = deepsquare(*given, *SMALL)
@@ -231,7 +226,13 @@ def test_train_and_eval_from_the_command_line(
     assert "holds a run already; go on with it by --resume, or give another --output" in said
     code, said = deepsquare(*given, "--resume", "--seed", "4", *SMALL)
     assert code == 2
-    assert "holds a run of another recipe: seed was 0, is 4" in said
+    assert "holds another run: seed was 0, is 4" in said
+    make_pictures(other := tmp_path / "other")
+    next((other / "train").rglob("*.jpg")).unlink()
+    given[given.index(data)] = other
+    code, said = deepsquare(*given, "--resume", *SMALL)
+    assert code == 2
+    assert "holds another run: pictures was 48, is 47" in said
 
 
 def test_flags_are_read_in_every_form_and_order(
@@ -296,6 +297,10 @@ def test_the_recipes_are_listed(deepsquare: Callable[..., tuple[int, str]]) -> N
             ["resnet18", "--data", "DATA", "--batch", "12", "--device", "gpu"],
             "the device is 'gpu'; expected cpu or cuda",
         ),
+        (["resnet18", "--data", "DATA", "--batch", "12", "--seed", "-1"], "seed is -1; expected 0 or more"),
+        (["resnet18", "--data", "DATA", "--batch", "12", "--workers", "-1"], "workers is -1; expected 0 or more"),
+        (["resnet18", "--data", "DATA", "--batch", "12", "--damaged", "2"], "damaged is 2; expected a share"),
+        (["resnet18", "--data", "DATA", "--batch", "12", "--sync-bn"], "sync_bn is for GPUs"),
         (["--start", "resnet18", "resnet50"], "the first name of a recipe is not resnet50; give it first"),
         (["resnet18", "--data", "DATA", "--file", "no.toml"], "no file no.toml"),
         (
@@ -311,6 +316,30 @@ def test_mistakes_are_told_before_the_hours_are_spent(
     code, said = deepsquare("train", *placed, "--output", tmp_path / "run", "--pipeline", "torchvision")
     assert code == 2
     assert message in " ".join(said.replace("│", " ").split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ('rate = "0.1"', "rate is '0.1'; expected a number"),
+        ("rate = true", "rate is True; expected a number"),
+        ("batch = 1.5", "batch is 1.5; expected a whole number"),
+        ("crop_area = [0.1]", "crop_area is (0.1,); expected 2 numbers"),
+        ("crop_area = 0.5", "crop_area is 0.5; expected 2 numbers"),
+        ("start = 3", "start is 3; expected text or nothing"),
+        ('precision = "float8"', "precision is 'float8'; expected one of float32, bfloat16, float16"),
+        ("micro = 8", "--micro is how a run is done, not part of a recipe; give it on the command line"),
+        ("rates = 1", "a recipe has no field rates"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_named_with_the_file(
+    changes: str, message: str, tmp_path: Path, deepsquare: Callable[..., tuple[int, str]]
+) -> None:
+    (place := tmp_path / "changes.toml").write_text(changes)
+    code, said = deepsquare("train", "resnet18", "--file", place)
+    assert code == 2
+    assert f"{place}: {message}" in said
 
 
 def test_weights_of_a_base_network_are_continued(data: Path, tmp_path: Path) -> None:
@@ -341,7 +370,7 @@ def test_damaged_pictures_are_named_and_too_many_an_error(tmp_path: Path, caplog
 
 def test_a_loss_that_is_lost_stops_with_what_to_try(data: Path, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, rate=1e30, warmup=0.0, ema=None, epochs=4)
-    with pytest.raises(ValueError, match=r"(the loss is|the evaluation's loss is).*lower rate.*, in a new --output$"):
+    with pytest.raises(ValueError, match=r"the loss is.*lower rate.*, in a new --output$"):
         train("run", recipe, data, tmp_path / "run", settings=SETTINGS, results=tmp_path)
 
 

@@ -109,7 +109,7 @@ def run(
     folder: Path,
     *,
     rounds: int = 9,
-    pictures: int = 2048,
+    pictures: int = 4096,
     results: Path = Path("out/results"),
 ) -> DataBench:
     """Time every contestant, print the comparison and add it to ``bench.jsonl``.
@@ -120,8 +120,9 @@ def run(
         pictures: that are read in a turn.
         results: folder for the row.
     """
-    if rounds < 1 or pictures < 1:
-        raise ValueError(f"rounds is {rounds} and pictures is {pictures}; expected at least 1")
+    for name, given in (("rounds", rounds), ("pictures", pictures)):
+        if given < 1:
+            raise ValueError(f"{name} is {given}; expected at least 1")
     make_writable(results)
     source = open_source(folder, "train")
     if not isinstance(source, FolderSource):

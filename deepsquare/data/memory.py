@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +81,7 @@ class MemoryBatches:
         """Batches per epoch."""
         return len(self.labels) // self.batch
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
         """The batches of an epoch from batch ``start`` on; the same ones whenever they are asked for."""
         rng = np.random.default_rng([self.seed, number])
         used = len(self) * self.batch

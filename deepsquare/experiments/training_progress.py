@@ -21,7 +21,7 @@ class TrainingProgress:
     def __init__(self, recipe: Recipe, steps: int, speaks: bool) -> None:
         self.console = Console(stderr=True, quiet=not speaks)
         self.recipe, self.steps = recipe, steps
-        self._done, self._timed = 0, 0
+        self._timed = 0
         self._since = self._said = time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[shown]}"))
         self._bar = Progress(*columns, console=self.console, transient=True)
@@ -33,19 +33,22 @@ class TrainingProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bar.stop()
+        if self.console.is_terminal:
+            self._bar.stop()
 
-    def step(self, tally: Tally, rate: float) -> None:
-        """A step was done."""
+    def step(self, epoch: int, tally: Tally, rate: float) -> None:
+        """A step of an epoch, counted from 0, was done."""
         now = time.perf_counter()
         if not self._timed:  # the first step of a process tells nothing about speed
             self._since = now
         self._timed += 1
         speed = (self._timed - 1) * self.recipe.batch / max(now - self._since, 1e-9)
-        done = self._done * self.steps + tally.steps
-        left = (self.recipe.epochs * self.steps - done) * self.recipe.batch / speed if speed else 0
-        shown = f"loss {tally.mean_loss:.3f}, rate {rate:.3g}, {speed:.0f} pictures/s, {_time(left)} left"
-        where = f"epoch {self._done + 1}/{self.recipe.epochs}, step {tally.steps}/{self.steps}"
+        done = epoch * self.steps + tally.steps
+        shown = f"loss {tally.mean_loss:.3f}, rate {rate:.3g}"
+        if speed:
+            left = (self.recipe.epochs * self.steps - done) * self.recipe.batch / speed
+            shown += f", {speed:.0f} pictures/s, {_time(left)} left"
+        where = f"epoch {epoch + 1}/{self.recipe.epochs}, step {tally.steps}/{self.steps}"
         if self.console.is_terminal:
             self._bar.update(self._task, completed=done, description=where, shown=shown)
         elif now - self._said > LINE_EVERY:
@@ -54,7 +57,6 @@ class TrainingProgress:
 
     def epoch(self, history: History) -> None:
         """An epoch was evaluated."""
-        self._done = history.epochs
         averaged = f", averaged weights {history.ema[-1]:.2%}" if history.ema else ""
         self._say(
             f"epoch {history.epochs}/{self.recipe.epochs}: train loss {history.train_loss[-1]:.3f}, val loss "

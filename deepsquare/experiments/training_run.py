@@ -25,7 +25,7 @@ from deepsquare.experiments.grid import metrics_of
 from deepsquare.experiments.training_progress import TrainingProgress
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store
-from deepsquare.training import DivergedError, Engine, History, ImageNetRecipe, Learner, Team, fit
+from deepsquare.training import DivergedError, Engine, History, ImageNetRecipe, Learner, StoppedError, Team, fit
 from deepsquare.training.pictures import Loading, Normalise, PictureBatches, PictureEvaluation
 from deepsquare.training.team import ALONE
 
@@ -55,6 +55,10 @@ class Settings:
     tensorboard: bool = False
     loading: Loading = field(default_factory=Loading)
 
+    def __post_init__(self) -> None:
+        if not self.minutes >= 0:
+            raise ValueError(f"minutes is {self.minutes:g}; expected 0 or more")
+
 
 @dataclass(frozen=True)
 class Assembled:
@@ -78,6 +82,8 @@ def assemble(recipe: ImageNetRecipe, data: Path, seed: int, settings: Settings, 
     check_same_classes(pictures, val)
     if len(pictures.classes) < 2:
         raise ValueError(f"{data} has one class, {pictures.classes[0]}; expected at least two to tell apart")
+    if recipe.sync_bn and team.device.type != "cuda":
+        raise ValueError("sync_bn is for GPUs; on the CPU, leave it out: each process has the statistics of its part")
     batches = PictureBatches(pictures, recipe, seed=seed, team=team, loading=settings.loading)
     share = recipe.batch // team.size
     if settings.micro is not None and (settings.micro < 1 or share % settings.micro):
@@ -112,14 +118,17 @@ def train(
 ) -> History:
     """Train by the recipe, with everything kept in ``output``, and add a row to ``imagenet.jsonl`` of ``results``."""
     settings = settings or Settings()
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; expected 0 or more")
     parts = assemble(recipe, data, seed, settings, team)
     learner, batches = parts.learner, parts.batches
-    described = {"name": name, "seed": seed, **asdict(recipe)}
+    of = {"pictures": len(batches.source), "classes": len(batches.source.classes)}
+    described = {"name": name, "seed": seed, **asdict(recipe), **of}
     make_writable(results)
     place = _prepare(output, described, learner.model, resume or _restarted(output), team)
     torch.manual_seed(seed + 1 + team.rank)  # dropout differs between the parts of a batch
     with ExitStack() as stack:
-        stop = stack.enter_context(_terminated())
+        asked = stack.enter_context(_asked_to_stop())
         shown = stack.enter_context(TrainingProgress(recipe, len(batches), team.leads))
         write = stack.enter_context(_journal(output, settings.tensorboard and team.leads))
 
@@ -131,12 +140,14 @@ def train(
         try:
             history = fit(
                 learner, batches, recipe, parts.evaluation, checkpoint=place, keep_every=60 * settings.minutes,
-                identity=f"{name}, seed {seed}", on_epoch=on_epoch, on_step=shown.step, stop=stop,
+                identity=f"{name}, seed {seed}", on_epoch=on_epoch, on_step=shown.step, stop=lambda: bool(asked),
                 judge_end=False,  # a few epochs to try it out may end there
             )  # fmt: skip
         except DivergedError as error:
             kept = f"; {place} is from before it went wrong" if place.exists() else ""
             raise ValueError(f"{error}, in a new --output{kept}") from error
+        except StoppedError as stopped:
+            raise KeyboardInterrupt(*stopped.args) if signal.SIGINT in asked else stopped from None
     if team.leads:
         checkpoint.save(learner.model, output / MODEL, parts.pictures)
         if learner.average is not None:
@@ -181,7 +192,7 @@ def _prepare(output: Path, described: dict[str, Any], model: nn.Module, resume: 
         before = _summary(output / SUMMARY)
         if changed := [key for key in described if before.get(key) != described[key]]:
             differences = "; ".join(f"{key} was {before.get(key)}, is {described[key]}" for key in changed)
-            raise ValueError(f"{output} holds a run of another recipe: {differences}. Give another --output")
+            raise ValueError(f"{output} holds another run: {differences}. Give another --output")
     copies = 5 + 3 * (described["ema"] is not None)  # weights and momentum in the old file and the new; the result
     needed = copies * sum(value.numel() * value.element_size() for value in model.state_dict().values())
     if shutil.disk_usage(output).free < needed:
@@ -208,14 +219,21 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _terminated() -> Iterator[Any]:
-    """Whether SIGTERM has arrived, as a question to ask."""
-    arrived = []
-    before = signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
+def _asked_to_stop() -> Iterator[list[int]]:
+    """Which of SIGTERM and SIGINT (Ctrl-C) have arrived; a second Ctrl-C ends at once."""
+    asked: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if number in asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(arrived)
+        yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -31,7 +31,10 @@ def save_progress(path: Path, learner: Learner, recipe: Recipe, progress: dict[s
         with replacing(path) as temporary:
             temporary.write_bytes(buffer.getbuffer())
     except OSError as error:
-        reason = f"cannot write the checkpoint {path} ({error.strerror}); make room and run the same command"
+        reason = (
+            f"cannot write the checkpoint {path} ({error.strerror}); make room; the run goes on from its last "
+            "checkpoint (deepsquare train: with --resume)"
+        )
         raise OSError(reason) from error
 
 

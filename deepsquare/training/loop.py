@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from deepsquare.training.learner import Engine, Learner
 from deepsquare.training.recipe import Recipe
 from deepsquare.training.team import ALONE, Team
 
+logger = logging.getLogger("deepsquare")
 PATIENCE = 3  # epochs in a row that may be no better than a guess, before a run counts as diverged
 Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
@@ -31,7 +34,7 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
         """The batches of epoch ``number`` from batch ``start`` on, both counted from 0."""
         ...
 
@@ -76,11 +79,15 @@ class Tally:
 
 
 class Shown(NamedTuple):
-    """What a model showed on images: the mean loss, and the share of right answers, first and among five."""
+    """What a model showed on images: the mean loss, and the share of right answers, first and among five.
+
+    ``overflows`` counts the images without a finite loss.
+    """
 
     loss: float
     accuracy: float
     top5: float
+    overflows: int
 
 
 class NotFiniteError(ArithmeticError):
@@ -109,7 +116,7 @@ def fit(
     keep_every: float = math.inf,
     identity: str = "",
     on_epoch: Callable[[History], None] = lambda history: None,
-    on_step: Callable[[Tally, float], None] = lambda tally, rate: None,
+    on_step: Callable[[int, Tally, float], None] = lambda epoch, tally, rate: None,
     stop: Callable[[], bool] = lambda: False,
     judge_end: bool = True,
 ) -> History:
@@ -142,19 +149,20 @@ def fit(
 
     while history.epochs < recipe.epochs:
         epoch, count = history.epochs, len(batches)
-        for images, labels in batches.epoch(epoch, tally.steps):
-            rate = recipe.rate_at(epoch + (tally.steps + 1) / count)
-            due = team.leads and time.perf_counter() - kept > keep_every
-            try:
-                asked, late = step(learner, images, labels, rate, tally, stop(), due)
-            except NotFiniteError as error:
-                reason = f"epoch {epoch + 1}: {error}; try a lower rate or a longer warm-up"
-                raise DivergedError(reason, history) from error
-            on_step(tally, rate)
-            if asked or late:
-                keep()
-            if asked:
-                raise StoppedError(f"stopped after step {tally.steps} of {count} in epoch {epoch + 1}")
+        with closing(batches.epoch(epoch, tally.steps)) as given:  # an error's traceback would keep its workers alive
+            for images, labels in given:
+                rate = recipe.rate_at(epoch + (tally.steps + 1) / count)
+                due = team.leads and time.perf_counter() - kept > keep_every
+                try:
+                    asked, late = step(learner, images, labels, rate, tally, stop(), due)
+                except NotFiniteError as error:
+                    reason = f"epoch {epoch + 1}: {error}; try a lower rate or a longer warm-up"
+                    raise DivergedError(reason, history) from error
+                on_step(epoch, tally, rate)
+                if asked or late:
+                    keep()
+                if asked:
+                    raise StoppedError(f"stopped after step {tally.steps} of {count} in epoch {epoch + 1}")
         losing = losing + 1 if tally.mean_loss >= math.log(tally.classes) else 0
         _conclude(learner, evaluation, history, tally)
         if losing >= PATIENCE or (judge_end and losing and history.epochs == recipe.epochs):
@@ -193,9 +201,9 @@ def _conclude(learner: Learner, evaluation: Evaluation, history: History, tally:
     history.loss.append(shown.loss)
     history.accuracy.append(shown.accuracy)
     history.top5.append(shown.top5)
-    if not math.isfinite(shown.loss):
-        reason = f"epoch {history.epochs}: the evaluation's loss is {shown.loss}; try a lower rate"
-        raise DivergedError(reason, history)
+    if shown.overflows and team.leads:
+        # No divergence: running statistics lag behind the weights, and every square after them squares the error.
+        logger.warning("epoch %d: %d pictures have no finite loss in the evaluation", history.epochs, shown.overflows)
     if learner.average is not None:
         averaged = partial(learner.logits, averaged=True)
         history.ema.append(evaluate(learner.average, evaluation(), team=team, logits=averaged).accuracy)
@@ -215,19 +223,22 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    total, read, right, among, seen = 0.0, 0.0, 0.0, 0.0, 0.0
+    total, read, right, among, seen, overflows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for images, labels in batches:
         said = (logits or model)(images)
         labels = labels.to(said.device)
-        total += F.cross_entropy(said, labels, reduction="sum", ignore_index=NO_LABEL).item()
+        losses = F.cross_entropy(said, labels, reduction="none", ignore_index=NO_LABEL)
+        total, overflows = total + losses.sum().item(), overflows + int((~losses.isfinite()).sum())
         hits = said.topk(min(5, said.shape[1])).indices == labels[:, None]
         read, seen = read + int((labels != NO_LABEL).sum()), seen + len(labels)
         right, among = right + int((said.argmax(1) == labels).sum()), among + int(hits.sum())
     model.train(training)
-    total, read, right, among, seen = team.total([total, read, right, among, seen])
+    total, read, right, among, seen, overflows = team.total([total, read, right, among, seen, overflows])
     if not seen:
         raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator gives them once)")
-    return Shown(total / read if read else math.nan, right / seen, among / seen)
+    if not read:
+        raise ValueError(f"none of the {seen:.0f} pictures to evaluate on can be read; fetch them again")
+    return Shown(total / read, right / seen, among / seen, round(overflows))
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepsquare._threads import cores
 from deepsquare.checkpoint import MEAN, STD
-from deepsquare.data.pictures.loader import Batch, batches
+from deepsquare.data.pictures.loader import Batch, batches, check_pipeline
 from deepsquare.data.pictures.source import Source
 from deepsquare.data.pictures.views import EvalView, TrainView
 from deepsquare.training.recipe import ImageNetRecipe
@@ -37,6 +37,13 @@ class Loading:
     pipeline: str = "fast"
     workers: int | None = None
     damaged: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_pipeline(self.pipeline)
+        if self.workers is not None and self.workers < 0:
+            raise ValueError(f"workers is {self.workers}; expected 0 or more")
+        if not 0 <= self.damaged <= 1:
+            raise ValueError(f"damaged is {self.damaged:g}; expected a share of the pictures, 0 to 1")
 
     def options(self, team: Team) -> dict[str, Any]:
         """For :func:`deepsquare.data.pictures.loader.batches`."""
@@ -81,7 +88,9 @@ class PictureBatches:
                 f"multiple of {team.size}, or another number of processes"
             )
         if recipe.batch > len(source):
-            raise ValueError(f"the batch is {recipe.batch}, but there are {len(source)} pictures; choose a smaller one")
+            raise ValueError(
+                f"the batch is {recipe.batch}, but there are {len(source)} pictures; expected as many at least"
+            )
         self.source, self.recipe, self.seed, self.team, self.loading = source, recipe, seed, team, loading
         self.view = TrainView(recipe.size, recipe.crop_area, recipe.crop_ratio, recipe.flip)
 
@@ -89,14 +98,14 @@ class PictureBatches:
         """Batches per epoch."""
         return len(self.source) // self.recipe.batch
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
         """This process's part of each batch of an epoch, from batch ``start`` on."""
         recipe, team = self.recipe, self.team
         order = np.random.default_rng([self.seed, number]).permutation(len(self.source))
         parts = order[: len(self) * recipe.batch].reshape(len(self), team.size, -1)[start:, team.rank]
         return self._read(parts.tolist(), number)
 
-    def _read(self, parts: Sequence[Sequence[int]], number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _read(self, parts: Sequence[Sequence[int]], number: int) -> Generator[tuple[Tensor, Tensor], None, None]:
         given = batches(self.source, parts, self.view, seed=self.seed, epoch=number, **self.loading.options(self.team))
         return _watched(given, len(self.source) // self.team.size, self.loading.damaged)
 
@@ -111,6 +120,10 @@ class PictureEvaluation:
     loading: Loading = FAST
     batch: int = 128
 
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch is {self.batch}; expected at least 1 picture at a time")
+
     def __call__(self) -> Iterable[tuple[Tensor, Tensor]]:
         """This process's part."""
         own = self.team.part(len(self.source))
@@ -119,7 +132,7 @@ class PictureEvaluation:
         return _watched(given, len(own), self.loading.damaged)
 
 
-def _watched(given: Iterator[Batch], pictures: int, allowed: float) -> Iterator[tuple[Tensor, Tensor]]:
+def _watched(given: Iterator[Batch], pictures: int, allowed: float) -> Generator[tuple[Tensor, Tensor], None, None]:
     """The batches; damaged pictures are named, and too many of them an error."""
     damaged: list[str] = []
     for batch in given:

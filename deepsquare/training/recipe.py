@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -27,10 +28,9 @@ class Recipe:
     weight_decay: float = 1e-4  # on every parameter, as torch.optim.SGD does it
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), {"int": int, "bool": bool}.get(str(field.type))
-            if kind is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-                raise TypeError(f"{field.name} is {value!r}; expected {kind.__name__}")
+        for name, kind in get_type_hints(type(self)).items():
+            if not _fits(value := getattr(self, name), kind):
+                raise TypeError(f"{name} is {value!r}; expected {_said(kind)}")
         for name, valid, expected in self._checks():
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
@@ -109,9 +109,31 @@ class ImageNetRecipe(Recipe):
         yield "crop_ratio", 0 < self.crop_ratio[0] <= self.crop_ratio[1] < math.inf, "0 < least ≤ most"
         yield "eval_size", self.eval_size >= 1, "at least 1"
         yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
-        precisions = ("float32", "bfloat16", "float16")
-        yield "precision", self.precision in precisions, f"one of {', '.join(precisions)}"
         yield "ema", self.ema is None or 0 < self.ema < 1, "0 < ema < 1"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type; a whole number may stand for a float, a truth value for neither."""
+    parts = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _said(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+    parts = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return " or ".join(map(_said, parts))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(parts)}"
+    return f"{len(parts)} numbers" if parts else names[kind]
 
 
 SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
@@ -119,12 +141,15 @@ SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
 
 def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe, list[str]]:
     """The recipe with some fields changed, and notes on what follows: the rate goes with the batch."""
-    known = {field.name for field in dataclasses.fields(recipe)}
-    if unknown := set(changes) - known:
+    known = get_type_hints(type(recipe))
+    if unknown := changes.keys() - known.keys():
         raise ValueError(
             f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {', '.join(sorted(known))}"
         )
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    for name, value in changes.items():
+        if not _fits(value, known[name]):
+            raise TypeError(f"{name} is {value!r}; expected {_said(known[name])}")
     notes = []
     if changes.get("batch", recipe.batch) != recipe.batch and "rate" not in changes and changes["batch"] >= 1:
         rate = recipe.rate * changes["batch"] / recipe.batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from deepsquare.data.pictures.reference import DamagedError, Pixels, Planner, dr
 from deepsquare.data.pictures.views import View, plan
 
 GREY, NO_LABEL = 128, -1  # of a damaged picture
+GRACE = 120  # seconds that a worker goes on for after SIGTERM
 NEEDS = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # the extra has the pipeline's name
 Draw = Callable[[bytes, Planner, Pixels], None]
 
@@ -133,6 +135,12 @@ def _draw(pipeline: str) -> Draw:
     return fast.draw
 
 
+def _go_on(worker: int) -> None:
+    """Ctrl-C, and a SIGTERM to all processes of a job, are for the one that asked: it finishes and ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))  # which ends it, if nobody did before
+
+
 def _loaded(groups: Groups, workers: int) -> Iterator[Batch]:
     """Its batches, decoded ahead by worker processes, which end when the caller stops asking."""
     if workers == 0:
@@ -146,6 +154,7 @@ def _loaded(groups: Groups, workers: int) -> Iterator[Batch]:
         batch_size=None,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_go_on,
         generator=torch.Generator(),  # it draws a seed for the workers, and would draw it from the trainer's numbers
     )
     iterator: Any = iter(loader)
