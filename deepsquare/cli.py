@@ -1,4 +1,4 @@
-"""The command line: ``deepsquare info | train | eval | reproduce | report | bench``."""
+"""The command line: ``deepsquare info | train | eval | export | predict | reproduce | report | bench``."""
 
 from __future__ import annotations
 
@@ -268,9 +268,15 @@ def _note(message: Warning | str, *_: object, **__: object) -> None:
     print(f"deepsquare: note: {message}", file=sys.stderr)
 
 
-def _add_training() -> None:
-    """The commands whose flags are the fields of a recipe: which one is told by the arguments."""
-    if sys.argv[1:2] in (["train"], ["eval"], [], ["--help"], ["-h"]):  # the others need not wait for their imports
+def _add_commands() -> None:
+    """The commands of other files, when they are asked for: the others need not wait for their imports."""
+    helping = sys.argv[1:2] in ([], ["--help"], ["-h"])
+    if helping or sys.argv[1] in ("export", "predict"):
+        from deepsquare.cli_deploy import export_command, predict_command
+
+        app.command(name="export")(export_command)
+        app.command(name="predict")(predict_command)
+    if helping or sys.argv[1] in ("train", "eval"):
         from deepsquare.cli_training import evaluation_command, training_command
 
         app.command(name="train")(training_command(sys.argv[1:]))
@@ -287,7 +293,7 @@ def main() -> None:
         print(f"deepsquare {metadata.version('deepsquare')}")
         return
     try:
-        _add_training()
+        _add_commands()
         app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: deepsquare info … | head

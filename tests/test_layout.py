@@ -33,8 +33,10 @@ ORDER = (
     "verdict",
     "experiments",
     "report",
+    "deploy",
     "bench",
     "cli_training",
+    "cli_deploy",
     "cli",
     "__main__",
 )  # fmt: skip

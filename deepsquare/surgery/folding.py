@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from deepsquare.nn import SquareSoftmin
+from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
 from deepsquare.surgery.finder import AVERAGES
 from deepsquare.surgery.insertion import SITE, base_class
 from deepsquare.surgery.operation import FOLDED, check_intact, is_folded, unwrap
@@ -20,6 +21,11 @@ from deepsquare.surgery.trace import VIEWS, Graph, trace
 Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+DROPPING = (
+    "StochasticDepth",
+    "DropPath",
+    "DropBlock2d",
+)  # of torchvision and timm: idle in the test phase
 HOMOGENEOUS = VIEWS | {*AVERAGES, "relu"}  # f(k·x) = k·f(x) for k ≥ 0
 
 
@@ -27,7 +33,8 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     """A copy of ``model`` for inference, with the same outputs.
 
     √s of Square-Softmin is merged into the last fully connected layer (the paper's own remark under Eq. 24), batch
-    normalisation into the convolution before it. The model itself is left as it is.
+    normalisation into the convolution before it, a ReLU into the Square-Encoding behind it, which then is one pass;
+    dropout is gone. The model itself is left as it is.
     """
     model = unwrap(model)  # type: ignore[assignment]
     check_intact(model)
@@ -40,6 +47,8 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     with torch.no_grad():
         _merge_scale(folded, graph)
         _merge_batch_norms(folded, graph)
+    _merge_relus(folded, graph)
+    _leave_out(folded)
     setattr(folded, FOLDED, True)
     return folded
 
@@ -114,3 +123,43 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
                 rest.add_module(name, child)  # an inserted module goes on acting where it stood
         parent, _, name = call.path.rpartition(".")
         setattr(model.get_submodule(parent), name, rest.train(norm.training))
+
+
+def _merge_relus(model: nn.Module, graph: Graph) -> None:
+    """A ReLU that nothing but a square reads is part of it: max(0, t)², one pass instead of two."""
+    made_by = {call.output: call for call in graph.calls if type(call.module) is nn.ReLU}
+    for call in graph.calls:
+        before = made_by.get(call.input)
+        if before is None or type(call.module) not in (EleSquare, SquareEncoding):
+            continue
+        alone = all(_alone(model, graph, module) for module in (call.module, before.module))
+        if alone and set(_reading(graph, call.input)) == {call.index}:
+            replace(model, call.module, ReLUSquare())
+            replace(model, before.module, nn.Identity())
+
+
+def _reading(graph: Graph, node: int) -> list[int]:
+    """The calls whose operations read a node."""
+    return [other.call for other in graph.nodes if node in other.inputs]
+
+
+def _leave_out(model: nn.Module) -> None:
+    """What does nothing in the test phase."""
+    for module in list(model.modules()):
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        dropping = type(module).__name__ in DROPPING or (
+            isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__
+        )
+        if dropping and not hooked:
+            replace(model, module, nn.Identity())
+
+
+def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` wherever ``old`` stands in ``model``; where that was inserted, it acts at the same site."""
+    if SITE in old.__dict__:
+        setattr(new, SITE, old.__dict__[SITE])
+    new.train(old.training)
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new

@@ -1,0 +1,106 @@
+"""The commands that deploy: ``deepsquare export | predict``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import nn
+
+from deepsquare.checkpoint import Pictures, load, read_pictures
+from deepsquare.cli_training import model_file
+from deepsquare.deploy import export, open_program
+from deepsquare.deploy.input import read_pictures_of, sample
+from deepsquare.deploy.program import ENDINGS
+
+COMPARED, SHOWN = 64, 5  # pictures that an export is proved on; answers for a picture
+
+
+def export_command(
+    checkpoint: tyro.conf.Positional[Path],
+    *,
+    to: Literal["onnx", "executorch"],
+    output: Path | None = None,
+    pictures: Path | None = None,
+    any_size: bool = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Write a checkpoint as a file that runs without PyTorch, and prove that it says the same there.
+
+    The model is folded first. How pictures become its input, and the names of its classes, go into the file.
+
+    Args:
+        checkpoint: A safetensors file, or the folder of a training run.
+        to: onnx for onnxruntime, executorch for phones and boards, by XNNPACK.
+        output: The file; beside the checkpoint when not given.
+        pictures: Folder with pictures, at any depth, to compare on; random input when not given.
+        any_size: Of onnx, let the sides of the input vary too.
+        as_json: Print JSON.
+    """
+    file = model_file(checkpoint)
+    model, shown = _opened(file)
+    ending = next(ending for ending, kind in ENDINGS.items() if kind == to)
+    images = None if pictures is None else read_pictures_of(sample(pictures, COMPARED), shown)
+    made = export(model, output or file.with_suffix(ending), shown, runtime=to, images=images, any_size=any_size)
+    if as_json:
+        print(json.dumps({**vars(made), "path": str(made.path)}))
+        return
+    kind = "random inputs" if images is None else "pictures"
+    print(f"{made.path.resolve()}: {made.size / 1e6:.1f} MB for {to}")
+    print(
+        f"On {made.pictures} {kind} it differs from the model by {made.difference:.1e} of the largest logit; the first "
+        f"answer is the same for {made.agreement:.1%}."
+    )
+    if to == "executorch":
+        outside = ", ".join(f"{count} × {name}" for name, count in made.outside.items())
+        print(f"XNNPACK runs everything but {outside}." if outside else "XNNPACK runs everything.")
+        if made.squares_outside:
+            print(f"Of these, {made.squares_outside} are products, such as squares: they run slowly.")
+
+
+def predict_command(
+    model: tyro.conf.Positional[Path],
+    images: tyro.conf.Positional[tuple[Path, ...]],
+    *,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Name what pictures show: the five likeliest classes of each.
+
+    Args:
+        model: A checkpoint, the folder of a training run, or an exported .onnx or .pte file.
+        images: Picture files.
+        as_json: Print JSON.
+    """
+    if not images:
+        raise ValueError("no picture is named; give one or more files")
+    if model.suffix in ENDINGS:
+        program = open_program(model)
+        shown = program.description.pictures
+        logits = program(read_pictures_of(images, shown))
+    else:
+        network, shown = _opened(model_file(model))
+        with torch.inference_mode():
+            logits = network.eval()(read_pictures_of(images, shown))
+    chances = logits.float().softmax(1)
+    names = shown.classes or tuple(f"class {number}" for number in range(chances.shape[1]))
+    if len(names) != chances.shape[1]:
+        raise ValueError(f"{model} names {len(names)} classes and tells {chances.shape[1]} apart; export it again")
+    best = [
+        {names[place]: round(float(row[place]), 6) for place in row.topk(min(SHOWN, len(names))).indices.tolist()}
+        for row in chances
+    ]
+    if as_json:
+        print(json.dumps({str(file): answers for file, answers in zip(images, best, strict=True)}))
+        return
+    for file, answers in zip(images, best, strict=True):
+        print(file)
+        for name, chance in answers.items():
+            print(f"  {chance:6.1%}  {name}")
+
+
+def _opened(file: Path) -> tuple[nn.Module, Pictures]:
+    """The model of a checkpoint, and what it is shown: as it says, or as ImageNet's networks usually are."""
+    return load(file), read_pictures(file) or Pictures(())

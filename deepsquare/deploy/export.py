@@ -1,0 +1,196 @@
+"""A model as a file for another runtime, with proof that it says the same there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from deepsquare._files import replacing
+from deepsquare.checkpoint import Pictures
+from deepsquare.deploy.forms import graph_form
+from deepsquare.deploy.program import ENDINGS, KEY, Description, needed, open_program
+from deepsquare.surgery import equipment
+
+Runtime = Literal["onnx", "executorch"]
+TOLERANCE = 1e-4  # of the largest logit, in float32
+SOME = 8  # pictures for the proof, if none are given
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written, and how it compares with the model.
+
+    Attributes:
+        path: of the file.
+        runtime: that it is for.
+        size: of the file, in bytes.
+        difference: the largest difference of a logit, relative to the largest logit.
+        agreement: the share of pictures with the same first answer.
+        pictures: how many these are of.
+        outside: operations that ExecuTorch does not hand to XNNPACK, by name; empty for ONNX.
+    """
+
+    path: Path
+    runtime: Runtime
+    size: int
+    difference: float
+    agreement: float
+    pictures: int
+    outside: dict[str, int]
+
+    @property
+    def squares_outside(self) -> int:
+        """How many products, of which a square is one, XNNPACK does not run."""
+        return sum(count for name, count in self.outside.items() if name in ("mul", "pow", "square"))
+
+
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    pictures: Pictures,
+    *,
+    runtime: Runtime | None = None,
+    images: Tensor | None = None,
+    any_size: bool = False,
+) -> Export:
+    """Write the model in a runtime's own format, run it there and compare.
+
+    Args:
+        model: as :func:`deepsquare.load` gives it; it is left as it is.
+        path: of the file; a failed export leaves nothing there.
+        pictures: how a picture becomes the input, which goes into the file.
+        runtime: ``onnx`` or ``executorch``; by the ending of the path if not given.
+        images: (N, 3, H, W) float32 to compare on, as the model wants them; random ones if not given.
+        any_size: let the sides of the input vary too; ONNX only. The number of pictures always may there.
+    """
+    path = Path(path)
+    runtime = runtime or ENDINGS.get(path.suffix)  # type: ignore[assignment]
+    if runtime is None or ENDINGS.get(path.suffix) != runtime:
+        endings = " or ".join(f"{ending} for {kind}" for ending, kind in ENDINGS.items())
+        raise ValueError(f"the file is to be {path.name}; expected the ending {endings}")
+    if any_size and runtime != "onnx":
+        raise ValueError("any_size is for ONNX; XNNPACK's memory is planned for one size: export a file for each")
+    if images is None:
+        shape = (SOME, 3, pictures.size, pictures.size)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model.eval().float().cpu()(images)
+    if not expected.isfinite().all():
+        raise ValueError("the model's own logits are not finite on these pictures; export a trained model")
+    present = equipment(model)
+    origin = getattr(model, "deepsquare_origin", None)
+    described = Description(origin and origin.name, present.spec if present else "", "float32", pictures)
+    form = graph_form(model)
+    with replacing(path) as temporary:
+        named = temporary.with_name(temporary.name + path.suffix)  # runtimes go by it
+        try:
+            if runtime == "onnx":
+                outside = _write_onnx(form, images, described, named, any_size)
+            else:
+                outside = _write_executorch(form, images[:1], described, named)
+            result = compare(named, images, expected)
+            named.replace(temporary)
+        finally:
+            named.unlink(missing_ok=True)
+        if not result.difference <= TOLERANCE:
+            raise ValueError(
+                f"the exported model differs by {result.difference:.1e} of the largest logit; expected at most "
+                f"{TOLERANCE:.0e}. Nothing was written"
+            )
+    return Export(path, runtime, path.stat().st_size, result.difference, result.agreement, len(images), outside)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two models on the same pictures."""
+
+    difference: float
+    agreement: float
+
+
+def compare(path: Path, images: Tensor, expected: Tensor) -> Comparison:
+    """Run a file in its runtime, and compare with what the model said."""
+    said = open_program(path)(images)
+    difference = float((said - expected).abs().max() / expected.abs().max())
+    return Comparison(difference, float((said.argmax(1) == expected.argmax(1)).float().mean()))
+
+
+def _write_onnx(form: nn.Module, images: Tensor, described: Description, path: Path, any_size: bool) -> dict[str, int]:
+    onnx = needed("onnx")
+    needed("onnxscript")
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {0: dynamic, 2: dynamic, 3: dynamic} if any_size else {0: dynamic}
+    with _silent(), _told("ONNX", described):
+        program: Any = torch.onnx.export(
+            form, (images[:2],), dynamo=True, dynamic_shapes=(shapes,), input_names=["images"],
+            output_names=["logits"], external_data=False, verbose=False,
+        )  # fmt: skip
+        proto = program.model_proto
+    for node in proto.graph.node:
+        del node.metadata_props[:]  # where in which file of this machine it came from
+    entry = proto.metadata_props.add()
+    entry.key, entry.value = KEY, described.dumps()
+    onnx.checker.check_model(proto)
+    onnx.save(proto, str(path))
+    return {}
+
+
+def _write_executorch(form: nn.Module, images: Tensor, described: Description, path: Path) -> dict[str, int]:
+    partition = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+    exir = needed("executorch.exir")
+    with _silent(), _told("ExecuTorch", described):
+        exported = torch.export.export(form, (images,))
+        lowered = exir.to_edge_transform_and_lower(
+            exported, partitioner=[partition.XnnpackPartitioner()], constant_methods={KEY: described.dumps()}
+        )
+        outside = _outside(lowered.exported_program())
+        path.write_bytes(lowered.to_executorch().buffer)
+    return outside
+
+
+def _outside(program: torch.export.ExportedProgram) -> dict[str, int]:
+    """The operations that no delegate runs."""
+    names = []
+    for node in program.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_function" and name not in ("getitem", "executorch_call_delegate"):
+            names.append(name.removeprefix("aten.").partition(".")[0])
+    return dict(Counter(names).most_common())
+
+
+@contextlib.contextmanager
+def _told(format_name: str, described: Description) -> Iterator[None]:
+    """An exporter's error as one of ours."""
+    try:
+        yield
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        cause = next(line for line in reversed(str(error.__cause__ or error).splitlines()) if line.strip())
+        what = f"{described.name or 'this model'}{' with ' + described.spec if described.spec else ''}"
+        raise ValueError(f"{what} cannot be written for {format_name}: {cause.strip()}") from error
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Exporters print progress, and warn of what is theirs."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "root", "executorch", "")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

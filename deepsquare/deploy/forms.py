@@ -1,0 +1,91 @@
+"""The form in which a model is exported: folded, its squares written as the few operations that runtimes are fast at.
+
+The functions of :mod:`deepsquare.functional` mind half types, 0/0 and gradients; in a graph each of these would be
+operations of its own. Here α, s and the type are known, so that a mean of squares is a product and an average, and
+Scale-Proportion an addition and a division.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from deepsquare.nn import SquareExcitation, SquarePooling, SquareSoftmin
+from deepsquare.surgery import fold
+from deepsquare.surgery.folding import replace
+
+
+def graph_form(model: nn.Module) -> nn.Module:
+    """A copy of ``model``, in float32 on the CPU, to be exported."""
+    folded = fold(copy.deepcopy(model).eval().float().cpu())
+    for module in list(folded.modules()):
+        form = _form(module)
+        if form is not None:
+            replace(folded, module, form)
+    return folded.requires_grad_(False)
+
+
+class Pooling(nn.Module):
+    """Square-Pooling, Equation (20)."""
+
+    def __init__(self, keepdim: bool) -> None:
+        super().__init__()
+        self.keepdim = keepdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, spatial…) to (N, C) or (N, C, 1, …)."""
+        pooled = _mean_square(x)
+        return pooled if self.keepdim else pooled.flatten(1)
+
+
+class Excitation(nn.Module):
+    """Square-Excitation with α² known."""
+
+    offset: Tensor
+
+    def __init__(self, offset: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, spatial…) to the same shape."""
+        g = _mean_square(x)
+        return x * (g / (g + self.offset))
+
+
+class Softmin(nn.Module):
+    """Square-Softmin, Equation (24), with s known, if it could not be merged; ``factor`` is −s, or s with sign 1."""
+
+    factor: Tensor | None
+
+    def __init__(self, factor: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("factor", factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, K) or (N, K, 1, 1) to the same shape."""
+        squared = x * x
+        if self.factor is None:
+            return -squared
+        return squared * self.factor.reshape(-1, *[1] * (x.ndim - 2))
+
+
+def _form(module: nn.Module) -> nn.Module | None:
+    if type(module) is SquarePooling:
+        return Pooling(module.keepdim)
+    if type(module) is SquareExcitation:
+        offset = module.alpha.detach().square()
+        smallest = torch.finfo(offset.dtype).tiny
+        return Excitation(offset) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
+    if type(module) is SquareSoftmin:
+        scale = module.scale
+        if scale is None and module.sign == -1:
+            return Softmin(None)
+        return Softmin(module.sign * (torch.ones(1) if scale is None else scale.detach()))
+    return None
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    return (x * x).mean(tuple(range(2, x.ndim)), keepdim=True)

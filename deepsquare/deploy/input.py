@@ -1,0 +1,42 @@
+"""Picture files as the input of a deployed model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepsquare.checkpoint import Pictures
+from deepsquare.data.pictures.base import is_picture
+from deepsquare.data.pictures.reference import FORMATS, DamagedError, draw
+from deepsquare.data.pictures.views import EvalView, centre_box
+
+
+def read_pictures_of(files: Sequence[Path], pictures: Pictures) -> Tensor:
+    """(N, 3, S, S) float32: the centre of each picture, normalised as the model was trained."""
+    shown = np.empty((len(files), pictures.size, pictures.size, 3), np.uint8)
+    planned = partial(centre_box, EvalView(pictures.size, pictures.resize))
+    for file, out in zip(files, shown, strict=True):
+        if not file.is_file():
+            raise FileNotFoundError(f"no picture {file}")
+        try:
+            draw(file.read_bytes(), planned, out)
+        except DamagedError as error:
+            raise ValueError(f"{file} cannot be read as a picture; expected one of {', '.join(FORMATS)}") from error
+    mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (pictures.mean, pictures.std))
+    return (torch.from_numpy(shown).permute(0, 3, 1, 2).float().div_(255) - mean).div_(std).contiguous()
+
+
+def sample(folder: Path, count: int) -> list[Path]:
+    """Pictures from a folder at any depth, evenly spread over their names."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is no folder; expected one with pictures in it")
+    found = sorted(Path(at) / name for at, _, names in os.walk(folder) for name in names if is_picture(name))
+    if not found:
+        raise ValueError(f"{folder} has no pictures in it, at any depth")
+    return [found[place * len(found) // count] for place in range(count)] if len(found) > count else found

@@ -1,0 +1,154 @@
+"""A deployed model in its own runtime: an ONNX file in onnxruntime, a .pte file in ExecuTorch's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepsquare.checkpoint import Pictures
+
+ENDINGS = {".onnx": "onnx", ".pte": "executorch"}
+KEY = "deepsquare"  # under which a file describes itself
+EXTRA = "pip install 'deepsquare[export]'"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a file says of the model in it.
+
+    Attributes:
+        name: of the model, if it has one.
+        spec: what it was equipped with.
+        precision: ``float32`` or ``int8``.
+        pictures: how a picture becomes its input, and the names of its classes.
+    """
+
+    name: str | None
+    spec: str
+    precision: str
+    pictures: Pictures
+
+    def dumps(self) -> str:
+        """As text, to be stored in the file."""
+        return json.dumps({**vars(self), "pictures": vars(self.pictures)})
+
+    @classmethod
+    def loads(cls, text: str | None, path: Path) -> Description:
+        """From what a file holds; a clear word if that is not ours."""
+        if text is None:
+            raise ValueError(f"{path} does not say how pictures become its input; expected a file of deepsquare export")
+        try:
+            stored = json.loads(text)
+            name, spec, precision = (stored[key] for key in ("name", "spec", "precision"))
+            return cls(name, spec, precision, Pictures.read(stored["pictures"], path))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"what {path} says of itself is damaged ({error}); export it again") from error
+
+
+class Program(ABC):
+    """Pictures as the description says, (N, 3, H, W) float32 → logits (N, K)."""
+
+    description: Description
+
+    @abstractmethod
+    def __call__(self, images: Tensor) -> Tensor: ...  # noqa: D102
+
+
+class OnnxProgram(Program):
+    """In onnxruntime, on the CPU."""
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        onnxruntime = needed("onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of classes that onnxruntime does not name
+            reason = str(error).strip().splitlines()[-1]
+            raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
+        self.description = Description.loads(self.session.get_modelmeta().custom_metadata_map.get(KEY), path)
+        self._input = self.session.get_inputs()[0].name
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """As many pictures at once as there are."""
+        (said,) = self.session.run(None, {self._input: images.numpy()})
+        return torch.from_numpy(said)
+
+
+class ExecuTorchProgram(Program):
+    """In ExecuTorch's runtime, with XNNPACK; the number of pictures at once is fixed in the file."""
+
+    def __init__(self, path: Path) -> None:
+        runtime = needed("executorch.runtime")
+        try:
+            with _quiet():
+                self._program = runtime.Runtime.get().load_program(path)
+                names = self._program.method_names
+                self._forward = self._program.load_method("forward")
+        except RuntimeError as error:
+            raise ValueError(f"{path} is no complete ExecuTorch program ({error}); export it again") from error
+        text = self._program.load_method(KEY).execute([])[0] if KEY in names else None
+        self.description = Description.loads(text, path)
+        self.batch = self._forward.metadata.input_tensor_meta(0).sizes()[0]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """In parts of the file's own number; the last is filled up."""
+        said = []
+        for part in torch.split(images, self.batch):
+            filled = torch.cat((part, part[:1].expand(self.batch - len(part), *part.shape[1:])))
+            said.append(self._forward.execute([filled.contiguous()])[0][: len(part)].clone())
+        return torch.cat(said)
+
+
+def open_program(path: str | os.PathLike[str], threads: int | None = None) -> Program:
+    """The program in a file, told by its ending.
+
+    Args:
+        path: a file of :func:`deepsquare.deploy.export`.
+        threads: of onnxruntime; as many as it likes if not given.
+    """
+    path = Path(path)
+    kind = ENDINGS.get(path.suffix)
+    if kind is None:
+        raise ValueError(f"{path} ends in neither {' nor '.join(ENDINGS)}; expected a file of deepsquare export")
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    return OnnxProgram(path, threads) if kind == "onnx" else ExecuTorchProgram(path)
+
+
+def needed(module: str) -> Any:
+    """A module of the extra ``export``, or a word on how to get it."""
+    import importlib
+
+    try:
+        with _quiet():
+            return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"this needs {module.partition('.')[0]}, which is not installed: {EXTRA}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings of theirs are not shown; ExecuTorch's C++ code writes what it looks for straight to the error stream."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -1,0 +1,208 @@
+"""Deployment: a file that says what the model says, in onnxruntime and in ExecuTorch, and describes itself."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from coloured import make_pictures
+from common import calibrated
+from torch import Tensor, nn
+
+import deepsquare as ds
+from deepsquare import cli
+from deepsquare.checkpoint import Pictures
+from deepsquare.deploy import export, open_program
+from deepsquare.deploy.input import read_pictures_of, sample
+
+pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
+SPECS = ("", "pooling", "softmin", "excitation", "encoding", "pooling+excitation")
+PICTURES = Pictures(("blue", "green", "red"), 64, 72)
+EXPORTING = sys.modules["deepsquare.deploy.export"]
+
+
+def trained(name: str, spec: str, size: int = 64) -> tuple[nn.Module, Tensor]:
+    """A model with statistics of its own input, as training leaves them."""
+    torch.manual_seed(0)
+    model = ds.create_model(name, spec, num_classes=3, input_shape=(3, size, size))
+    images = torch.randn(64, 3, size, size)
+    return calibrated(model, images), images[:6]
+
+
+def near(said: Tensor, expected: Tensor) -> bool:
+    return float((said - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def operations(path: Path) -> Counter[str]:
+    import onnx
+
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_onnx_says_what_the_model_says(spec: str, tmp_path: Path) -> None:
+    model, images = trained("shufflenet_v2_x0_5", spec)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made = export(model, tmp_path / "model.onnx", PICTURES, images=images)
+    assert made.difference <= 1e-4
+    assert (made.agreement, made.pictures, made.outside) == (1.0, 6, {})
+    assert made.size == (tmp_path / "model.onnx").stat().st_size
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    program = open_program(tmp_path / "model.onnx", threads=1)
+    assert program.description.pictures == PICTURES
+    assert (program.description.name, program.description.spec) == ("torchvision/shufflenet_v2_x0_5", spec)
+    with torch.inference_mode():
+        assert near(program(images[:1]), model(images[:1]))  # any number at once
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    assert str(Path(ds.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
+
+
+def test_a_square_costs_a_graph_as_few_operations_as_there_can_be(tmp_path: Path) -> None:
+    found = {}
+    for spec in ("", "pooling", "excitation", "encoding", "softmin"):
+        model, images = trained("shufflenet_v2_x0_5", spec)
+        export(model, tmp_path / "model.onnx", PICTURES, images=images)
+        found[spec] = operations(tmp_path / "model.onnx")
+    assert "BatchNormalization" not in found[""]
+    assert found["pooling"] - found[""] == Counter({"Mul": 1, "ReduceMean": 1})
+    assert found["excitation"] - found[""] == Counter({"Mul": 32, "ReduceMean": 16, "Add": 16, "Div": 16})
+    assert found["encoding"] - found[""] == Counter({"Mul": 16})
+    assert found["softmin"] - found[""] == Counter({"Mul": 1, "Neg": 1})  # its scale is in the last layer
+
+
+@pytest.mark.parametrize(("name", "spec"), [("shufflenet_v2_x0_5", "pooling+excitation"), ("resnet18", "encoding")])
+def test_executorch_says_what_the_model_says(name: str, spec: str, tmp_path: Path) -> None:
+    pytest.importorskip("executorch", reason="needs deepsquare[export]")
+    model, images = trained(name, spec)
+    made = export(model, tmp_path / "model.pte", PICTURES, images=images)
+    assert made.difference <= 1e-4
+    assert made.agreement == 1.0
+    assert made.squares_outside == 0
+    program = open_program(tmp_path / "model.pte")
+    assert program.description.pictures == PICTURES
+    with torch.inference_mode():
+        assert near(program(images), model(images))
+
+
+def test_any_size(tmp_path: Path) -> None:
+    model, images = trained("resnet18", "pooling+excitation")
+    export(model, tmp_path / "model.onnx", PICTURES, images=images, any_size=True)
+    larger = torch.randn(2, 3, 96, 128)
+    with torch.inference_mode():
+        assert near(open_program(tmp_path / "model.onnx")(larger), model(larger))
+    with pytest.raises(ValueError, match="any_size is for ONNX"):
+        export(model, tmp_path / "model.pte", PICTURES, any_size=True)
+
+
+@pytest.mark.parametrize("spec", ["se", "ge_theta", "gsop", "isqrt_cov"])
+def test_peers_in_onnx(spec: str, tmp_path: Path) -> None:
+    model, images = trained("resnet18", spec)
+    made = export(model, tmp_path / "model.onnx", Pictures((), 64, 64), images=images)
+    assert made.difference < 1e-4
+
+
+def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = trained("shufflenet_v2_x0_5", "")
+    monkeypatch.setattr(EXPORTING, "TOLERANCE", -1.0)
+    with pytest.raises(ValueError, match=r"differs by .* of the largest logit.* Nothing was written"):
+        export(model, tmp_path / "model.onnx", PICTURES, images=images)
+    assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_in_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = trained("shufflenet_v2_x0_5", "")
+    with pytest.raises(ValueError, match=r"to be model.txt; expected the ending .onnx for onnx or .pte for executorch"):
+        export(model, tmp_path / "model.txt", PICTURES)
+    with pytest.raises(ValueError, match="own logits are not finite"):
+        export(model, tmp_path / "model.onnx", PICTURES, images=images * torch.inf)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ValueError, match=r"needs onnx, which is not installed: pip install 'deepsquare\[export\]'"):
+        export(model, tmp_path / "model.onnx", PICTURES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_onnx_file_of_another_make_is_refused(tmp_path: Path) -> None:
+    import onnx
+
+    model, images = trained("shufflenet_v2_x0_5", "")
+    export(model, place := tmp_path / "model.onnx", PICTURES, images=images)
+    foreign = onnx.load(place)
+    del foreign.metadata_props[:]
+    onnx.save(foreign, place)
+    with pytest.raises(ValueError, match="does not say how pictures become its input"):
+        open_program(place)
+    entry = foreign.metadata_props.add()
+    entry.key, entry.value = "deepsquare", json.dumps({"name": None, "spec": "", "precision": "float32"})
+    onnx.save(foreign, place)
+    with pytest.raises(ValueError, match="says of itself is damaged"):
+        open_program(place)
+
+
+def test_pictures_are_shown_as_in_the_evaluation(tmp_path: Path) -> None:
+    from deepsquare.data.pictures import EvalView, batches, open_source
+    from deepsquare.training.pictures import Normalise
+
+    data = make_pictures(tmp_path / "data", train=1, val=2, side=80)
+    source = open_source(data, "val")
+    (batch,) = batches(source, [range(6)], EvalView(64, 72), pipeline="torchvision")
+    files = [Path(source.name(index)) for index in range(6)]
+    assert sample(data / "val", 99) == files
+    assert sample(data / "val", 3) == files[::2]
+    torch.testing.assert_close(read_pictures_of(files, PICTURES), Normalise(torch.device("cpu"))(batch.images))
+
+
+# ---- the commands ----
+
+
+@pytest.fixture
+def deepsquare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def call(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["deepsquare", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        return code, "".join(capfd.readouterr())
+
+    return call
+
+
+def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int, str]]) -> None:
+    data = make_pictures(tmp_path / "data", train=1, val=2, side=80)
+    model, _ = trained("shufflenet_v2_x0_5", "pooling+softmin")
+    ds.checkpoint.save(model, tmp_path / "run.safetensors", PICTURES)
+    code, said = deepsquare("export", tmp_path / "run.safetensors", "--to", "onnx", "--pictures", data)
+    assert code == 0, said
+    assert "On 9 pictures it differs from the model by" in said
+    picture = data / "val" / "red" / "0.jpg"
+    answers = []
+    for name in ("run.safetensors", "run.onnx"):
+        code, said = deepsquare("predict", tmp_path / name, picture, "--json")
+        assert code == 0, said
+        (found,) = json.loads(said).values()
+        assert set(found) == {"blue", "green", "red"}
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+        answers.append(found)
+    assert answers[0] == pytest.approx(answers[1], abs=1e-4)
+    code, said = deepsquare("predict", tmp_path / "run.onnx", picture)
+    assert code == 0
+    assert said.splitlines()[0] == str(picture)
+
+    (broken := tmp_path / "broken.jpg").write_text("no picture")
+    for model_name, file, message in (
+        ("run.onnx", broken, "broken.jpg cannot be read as a picture; expected one of JPEG"),
+        ("run.onnx", tmp_path / "none.jpg", "no picture "),
+        ("none.onnx", picture, "no file "),
+        ("broken.jpg", picture, "is no complete safetensors file"),
+    ):
+        code, said = deepsquare("predict", tmp_path / model_name, file)
+        assert code == 2
+        assert message in said
+    broken.rename(tmp_path / "broken.onnx")
+    code, said = deepsquare("predict", tmp_path / "broken.onnx", picture)
+    assert code == 2
+    assert "is no ONNX file that onnxruntime can run" in said
