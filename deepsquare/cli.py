@@ -114,7 +114,9 @@ def _cost_table(name: str, spec: str, shape: tuple[int, ...], base: Cost, equipp
     return table
 
 
-Experiment = Literal["fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "proxy", "recipe", "all"]
+Experiment = Literal[
+    "fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "proxy", "int8", "recipe", "all"
+]
 
 
 @app.command
@@ -138,7 +140,8 @@ def reproduce(
 
     Args:
         experiment: Which figure or table; peers are theirs in the vanilla CNN, proxy is rows of Tables 4 and 7 on
-            the pictures in --data at a small size, recipe is the choice of the tables' recipe on held-out images.
+            the pictures in --data at a small size, int8 is the accuracy of their networks when
+            quantised, recipe is the choice of the tables' recipe on held-out images.
         schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
         seeds: How many seeds: 1 for the tables and 100 for the spirals (fig3 to fig6) if not given.
         rows: Only these rows of the tables, by their labels.
@@ -170,12 +173,17 @@ def reproduce(
         fig2.run(figures, results, networks=networks)
     if (experiment.startswith("fig") and experiment != "fig2") or experiment == "all":
         spirals.run(figures, results, **({} if seeds is None or experiment == "all" else {"seeds": seeds}))
-    if experiment == "proxy":
+    if experiment in ("proxy", "int8"):
         if data is None:
             raise ValueError("no pictures are named; give a folder with train and val of class folders: --data DIR")
-        proxy.run_proxy(
-            data, seeds=1 if seeds is None else seeds, rows=rows, results=results, processes=processes, ray=ray
-        )
+        if experiment == "int8":
+            from deepsquare.experiments.int8 import run_int8
+
+            run_int8(data, rows=rows, results=results)
+        else:
+            proxy.run_proxy(
+                data, seeds=1 if seeds is None else seeds, rows=rows, results=results, processes=processes, ray=ray
+            )
     if experiment == "recipe":
         cifar10.choose_recipe(**grid)
     if chosen:

@@ -16,7 +16,8 @@ from deepsquare.deploy import export, open_program
 from deepsquare.deploy.input import read_pictures_of, sample
 from deepsquare.deploy.program import ENDINGS
 
-COMPARED, SHOWN = 64, 5  # pictures that an export is proved on; answers for a picture
+COMPARED, CALIBRATING = 64, 512  # pictures that an export is proved on, and that int8 takes its ranges from
+SHOWN = 5  # answers for a picture
 
 
 def export_command(
@@ -25,6 +26,7 @@ def export_command(
     to: Literal["onnx", "executorch"],
     output: Path | None = None,
     pictures: Path | None = None,
+    int8: bool = False,
     any_size: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
@@ -36,20 +38,28 @@ def export_command(
         checkpoint: A safetensors file, or the folder of a training run.
         to: onnx for onnxruntime, executorch for phones and boards, by XNNPACK.
         output: The file; beside the checkpoint when not given.
-        pictures: Folder with pictures, at any depth, to compare on; random input when not given.
+        pictures: Folder with pictures, at any depth, to compare on and to calibrate int8 with; random input when not
+            given.
+        int8: Quantise weights and activations to eight bits; squares stay in float32.
         any_size: Of onnx, let the sides of the input vary too.
         as_json: Print JSON.
     """
     file = model_file(checkpoint)
     model, shown = _opened(file)
     ending = next(ending for ending, kind in ENDINGS.items() if kind == to)
-    images = None if pictures is None else read_pictures_of(sample(pictures, COMPARED), shown)
-    made = export(model, output or file.with_suffix(ending), shown, runtime=to, images=images, any_size=any_size)
+    if int8 and pictures is None:
+        raise ValueError("int8 needs pictures to take its ranges from; give a folder, such as train: --pictures DIR")
+    images, calibration = None, None
+    if pictures is not None:
+        images = read_pictures_of(sample(pictures, CALIBRATING if int8 else COMPARED), shown)
+        calibration, images = (images if int8 else None), images[-COMPARED:]
+    place = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ending}")
+    made = export(model, place, shown, runtime=to, images=images, calibration=calibration, any_size=any_size)
     if as_json:
         print(json.dumps({**vars(made), "path": str(made.path)}))
         return
     kind = "random inputs" if images is None else "pictures"
-    print(f"{made.path.resolve()}: {made.size / 1e6:.1f} MB for {to}")
+    print(f"{made.path.resolve()}: {made.size / 1e6:.1f} MB for {to}, {made.precision}")
     print(
         f"On {made.pictures} {kind} it differs from the model by {made.difference:.1e} of the largest logit; the first "
         f"answer is the same for {made.agreement:.1%}."

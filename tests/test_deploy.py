@@ -97,6 +97,24 @@ def test_any_size(tmp_path: Path) -> None:
         export(model, tmp_path / "model.pte", PICTURES, any_size=True)
 
 
+@pytest.mark.parametrize(("runtime", "spec"), [("onnx", ""), ("onnx", "encoding"), ("executorch", "pooling")])
+def test_int8(runtime: str, spec: str, tmp_path: Path) -> None:
+    model, images = trained("shufflenet_v2_x0_5", spec)
+    place = tmp_path / ("model.onnx" if runtime == "onnx" else "model.pte")
+    whole = export(model, place, PICTURES, images=images)
+    made = export(model, place, PICTURES, images=images, calibration=torch.randn(40, 3, 64, 64))
+    assert (made.precision, open_program(place).description.precision) == ("int8", "int8")
+    if spec != "encoding":  # an untrained network with 16 squares in a row knows no int8; a trained one is measured
+        assert 1e-4 < made.difference < 0.5
+    assert made.size < (0.6 if runtime == "onnx" else 0.5) * whole.size
+    assert made.squares_outside == 0
+    if runtime == "onnx":
+        found = operations(place)
+        floats = 16 if spec == "encoding" else 0  # convolutions that read a square
+        assert found["QuantizeLinear"] >= 56 - floats
+        assert found["Mul"] == floats
+
+
 @pytest.mark.parametrize("spec", ["se", "ge_theta", "gsop", "isqrt_cov"])
 def test_peers_in_onnx(spec: str, tmp_path: Path) -> None:
     model, images = trained("resnet18", spec)

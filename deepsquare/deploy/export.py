@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -20,11 +21,14 @@ from deepsquare._files import replacing
 from deepsquare.checkpoint import Pictures
 from deepsquare.deploy.forms import graph_form
 from deepsquare.deploy.program import ENDINGS, KEY, Description, needed, open_program
+from deepsquare.deploy.quantise import quantise_onnx, quantise_program
 from deepsquare.surgery import equipment
 
 Runtime = Literal["onnx", "executorch"]
 TOLERANCE = 1e-4  # of the largest logit, in float32
 SOME = 8  # pictures for the proof, if none are given
+AT_ONCE = 64  # pictures
+logger = logging.getLogger("deepsquare")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Export:
     Attributes:
         path: of the file.
         runtime: that it is for.
+        precision: float32, or int8.
         size: of the file, in bytes.
         difference: the largest difference of a logit, relative to the largest logit.
         agreement: the share of pictures with the same first answer.
@@ -43,6 +48,7 @@ class Export:
 
     path: Path
     runtime: Runtime
+    precision: str
     size: int
     difference: float
     agreement: float
@@ -62,6 +68,7 @@ def export(
     *,
     runtime: Runtime | None = None,
     images: Tensor | None = None,
+    calibration: Tensor | None = None,
     any_size: bool = False,
 ) -> Export:
     """Write the model in a runtime's own format, run it there and compare.
@@ -72,6 +79,8 @@ def export(
         pictures: how a picture becomes the input, which goes into the file.
         runtime: ``onnx`` or ``executorch``; by the ending of the path if not given.
         images: (N, 3, H, W) float32 to compare on, as the model wants them; random ones if not given.
+        calibration: (N, 3, H, W) float32, some hundred pictures whose values the ranges of int8 are taken from; without
+            them it stays float32. An int8 model is compared too, but differs.
         any_size: let the sides of the input vary too; ONNX only. The number of pictures always may there.
     """
     path = Path(path)
@@ -81,34 +90,48 @@ def export(
         raise ValueError(f"the file is to be {path.name}; expected the ending {endings}")
     if any_size and runtime != "onnx":
         raise ValueError("any_size is for ONNX; XNNPACK's memory is planned for one size: export a file for each")
+    model = copy.deepcopy(model).eval().float().cpu()
     if images is None:
         shape = (SOME, 3, pictures.size, pictures.size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        expected = model.eval().float().cpu()(images)
-    if not expected.isfinite().all():
-        raise ValueError("the model's own logits are not finite on these pictures; export a trained model")
-    present = equipment(model)
+    images, expected = _finite(model, images)
+    if calibration is not None:
+        calibration, _ = _finite(model, calibration)
+    present, precision = equipment(model), "float32" if calibration is None else "int8"
     origin = getattr(model, "deepsquare_origin", None)
-    described = Description(origin and origin.name, present.spec if present else "", "float32", pictures)
+    described = Description(origin and origin.name, present.spec if present else "", precision, pictures)
     form = graph_form(model)
     with replacing(path) as temporary:
         named = temporary.with_name(temporary.name + path.suffix)  # runtimes go by it
         try:
             if runtime == "onnx":
-                outside = _write_onnx(form, images, described, named, any_size)
+                outside = _write_onnx(form, images, described, named, calibration, any_size)
             else:
-                outside = _write_executorch(form, images[:1], described, named)
+                outside = _write_executorch(form, images[:1], described, named, calibration)
             result = compare(named, images, expected)
             named.replace(temporary)
         finally:
             named.unlink(missing_ok=True)
-        if not result.difference <= TOLERANCE:
+        if calibration is None and not result.difference <= TOLERANCE:
             raise ValueError(
                 f"the exported model differs by {result.difference:.1e} of the largest logit; expected at most "
                 f"{TOLERANCE:.0e}. Nothing was written"
             )
-    return Export(path, runtime, path.stat().st_size, result.difference, result.agreement, len(images), outside)
+    return Export(
+        path, runtime, precision, path.stat().st_size, result.difference, result.agreement, len(images), outside
+    )
+
+
+def _finite(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The pictures for which the model has finite logits, and these; where a square overflows there is no parity."""
+    with torch.inference_mode():
+        said = torch.cat([model(part) for part in torch.split(images, AT_ONCE)])
+    finite = said.isfinite().all(1)
+    if not finite.any():
+        raise ValueError("the model's own logits are not finite on these pictures; export a trained model")
+    if not finite.all():
+        logger.warning("%d of %d pictures have no finite logits and are left out", int((~finite).sum()), len(images))
+    return images[finite], said[finite]
 
 
 @dataclass(frozen=True)
@@ -126,7 +149,9 @@ def compare(path: Path, images: Tensor, expected: Tensor) -> Comparison:
     return Comparison(difference, float((said.argmax(1) == expected.argmax(1)).float().mean()))
 
 
-def _write_onnx(form: nn.Module, images: Tensor, described: Description, path: Path, any_size: bool) -> dict[str, int]:
+def _write_onnx(
+    form: nn.Module, images: Tensor, described: Description, path: Path, calibration: Tensor | None, any_size: bool
+) -> dict[str, int]:
     onnx = needed("onnx")
     needed("onnxscript")
     dynamic = torch.export.Dim.DYNAMIC
@@ -137,6 +162,8 @@ def _write_onnx(form: nn.Module, images: Tensor, described: Description, path: P
             output_names=["logits"], external_data=False, verbose=False,
         )  # fmt: skip
         proto = program.model_proto
+        if calibration is not None:
+            proto = quantise_onnx(proto, calibration)
     for node in proto.graph.node:
         del node.metadata_props[:]  # where in which file of this machine it came from
     entry = proto.metadata_props.add()
@@ -146,10 +173,14 @@ def _write_onnx(form: nn.Module, images: Tensor, described: Description, path: P
     return {}
 
 
-def _write_executorch(form: nn.Module, images: Tensor, described: Description, path: Path) -> dict[str, int]:
+def _write_executorch(
+    form: nn.Module, images: Tensor, described: Description, path: Path, calibration: Tensor | None
+) -> dict[str, int]:
     partition = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     exir = needed("executorch.exir")
     with _silent(), _told("ExecuTorch", described):
+        if calibration is not None:
+            form = quantise_program(form, calibration, images)
         exported = torch.export.export(form, (images,))
         lowered = exir.to_edge_transform_and_lower(
             exported, partitioner=[partition.XnnpackPartitioner()], constant_methods={KEY: described.dumps()}

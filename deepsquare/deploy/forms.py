@@ -7,8 +7,6 @@ Scale-Proportion an addition and a division.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +16,8 @@ from deepsquare.surgery.folding import replace
 
 
 def graph_form(model: nn.Module) -> nn.Module:
-    """A copy of ``model``, in float32 on the CPU, to be exported."""
-    folded = fold(copy.deepcopy(model).eval().float().cpu())
+    """A copy of ``model``, which is in eval mode, to be exported."""
+    folded = fold(model)
     for module in list(folded.modules()):
         form = _form(module)
         if form is not None:
