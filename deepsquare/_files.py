@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import uuid
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def clear(path: Path) -> None:
+    """Remove what writers of ``path`` that were killed left beside it; nobody may be writing it now."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
+        left.unlink(missing_ok=True)
 
 
 def make_writable(folder: Path) -> None:

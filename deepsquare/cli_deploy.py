@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -13,17 +13,16 @@ from torch import nn
 from deepsquare.checkpoint import Pictures, load, read_pictures
 from deepsquare.cli_training import model_file
 from deepsquare.deploy import export, open_program
-from deepsquare.deploy.input import read_pictures_of, sample
-from deepsquare.deploy.program import ENDINGS
+from deepsquare.deploy.input import CALIBRATING, COMPARED, read_pictures_of, sample
+from deepsquare.deploy.program import ENDINGS, Runtime
 
-COMPARED, CALIBRATING = 64, 512  # pictures that an export is proved on, and that int8 takes its ranges from
 SHOWN = 5  # answers for a picture
 
 
 def export_command(
     checkpoint: tyro.conf.Positional[Path],
     *,
-    to: Literal["onnx", "executorch"],
+    to: Runtime,
     output: Path | None = None,
     pictures: Path | None = None,
     int8: bool = False,
@@ -46,15 +45,16 @@ def export_command(
     """
     file = model_file(checkpoint)
     model, shown = _opened(file)
-    ending = next(ending for ending, kind in ENDINGS.items() if kind == to)
+    place = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ENDINGS[to]}")
+    if place.suffix != ENDINGS[to]:
+        raise ValueError(f"the output is {place}; expected the ending {ENDINGS[to]} for {to}")
     if int8 and pictures is None:
         raise ValueError("int8 needs pictures to take its ranges from; give a folder, such as train: --pictures DIR")
     images, calibration = None, None
     if pictures is not None:
         images = read_pictures_of(sample(pictures, CALIBRATING if int8 else COMPARED), shown)
         calibration, images = (images if int8 else None), images[-COMPARED:]
-    place = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ending}")
-    made = export(model, place, shown, runtime=to, images=images, calibration=calibration, any_size=any_size)
+    made = export(model, place, shown, images=images, calibration=calibration, any_size=any_size)
     if as_json:
         print(json.dumps({**vars(made), "path": str(made.path)}))
         return
@@ -86,7 +86,7 @@ def predict_command(
     """
     if not images:
         raise ValueError("no picture is named; give one or more files")
-    if model.suffix in ENDINGS:
+    if model.suffix in ENDINGS.values():
         program = open_program(model)
         shown = program.description.pictures
         logits = program(read_pictures_of(images, shown))

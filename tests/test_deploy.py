@@ -13,10 +13,11 @@ from common import calibrated
 from torch import Tensor, nn
 
 import deepsquare as ds
-from deepsquare import cli
 from deepsquare.checkpoint import Pictures
 from deepsquare.deploy import export, open_program
+from deepsquare.deploy.forms import Excitation
 from deepsquare.deploy.input import read_pictures_of, sample
+from deepsquare.deploy.quantise import quantise_program
 
 pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
 SPECS = ("", "pooling", "softmin", "excitation", "encoding", "pooling+excitation")
@@ -80,6 +81,7 @@ def test_executorch_says_what_the_model_says(name: str, spec: str, tmp_path: Pat
     made = export(model, tmp_path / "model.pte", PICTURES, images=images)
     assert made.difference <= 1e-4
     assert made.agreement == 1.0
+    assert made.outside == ({"split_with_sizes_copy": 13, "mean": 1} if "shuffle" in name else {})  # its own
     assert made.squares_outside == 0
     program = open_program(tmp_path / "model.pte")
     assert program.description.pictures == PICTURES
@@ -115,6 +117,34 @@ def test_int8(runtime: str, spec: str, tmp_path: Path) -> None:
         assert found["Mul"] == floats
 
 
+def test_in_xnnpack_layers_are_integers_and_what_squares_make_is_not() -> None:
+    pytest.importorskip("executorch", reason="needs deepsquare[export]")
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.encoding = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+            self.excitation, self.last = Excitation(torch.ones(1)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = self.excitation(self.encoding(x * x)) + self.first(x[:, :3])
+            return self.last(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+    images = torch.randn(4, 3, 16, 16)
+    with EXPORTING._silent():
+        quantised = quantise_program(Small().eval(), images, images[:1])
+    reads = [
+        (node.target.__name__.partition(".")[0], "dequantize" in str(node.args[0]))
+        for node in quantised.graph.nodes  # type: ignore[union-attr]
+        if node.op == "call_function" and isinstance(node.args[0], torch.fx.Node)
+    ]
+    layers = [read for name, read in reads if name in ("conv2d", "linear")]
+    assert layers == [True, False, True, True]  # the second reads a square
+    assert [read for name, read in reads if name == "add"] == [False, True]  # G + α², and the residual
+    assert not [read for name, read in reads if name == "div" and read]
+
+
 @pytest.mark.parametrize("spec", ["se", "ge_theta", "gsop", "isqrt_cov"])
 def test_peers_in_onnx(spec: str, tmp_path: Path) -> None:
     model, images = trained("resnet18", spec)
@@ -132,7 +162,7 @@ def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_mistakes_in_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = trained("shufflenet_v2_x0_5", "")
-    with pytest.raises(ValueError, match=r"to be model.txt; expected the ending .onnx for onnx or .pte for executorch"):
+    with pytest.raises(ValueError, match=r"model.txt; expected the ending .onnx for onnx or .pte for executorch"):
         export(model, tmp_path / "model.txt", PICTURES)
     with pytest.raises(ValueError, match="own logits are not finite"):
         export(model, tmp_path / "model.onnx", PICTURES, images=images * torch.inf)
@@ -173,20 +203,6 @@ def test_pictures_are_shown_as_in_the_evaluation(tmp_path: Path) -> None:
 
 
 # ---- the commands ----
-
-
-@pytest.fixture
-def deepsquare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    def call(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["deepsquare", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        return code, "".join(capfd.readouterr())
-
-    return call
 
 
 def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int, str]]) -> None:

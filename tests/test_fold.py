@@ -189,3 +189,34 @@ def test_a_convolution_that_others_read_is_not_folded() -> None:
     folded = ds.fold(model)
     assert norms(folded) == 2
     assert torch.equal(folded(x), model(x))
+
+
+def test_what_is_idle_in_the_test_phase_is_gone() -> None:
+    folded = ds.fold(ds.create_model("torchvision/efficientnet_b0", "encoding", dropout=0.2).eval())
+    names = {type(module).__name__ for module in folded.modules()}
+    assert not names & {"Dropout", "StochasticDepth"}
+
+
+def test_a_relu_that_only_a_square_reads_becomes_part_of_it() -> None:
+    model, x = ready("shufflenet_v2_x0_5", "encoding")
+    folded = ds.fold(model)
+    relus = [sum(type(module) is nn.ReLU for module in some.modules()) for some in (model, folded)]
+    assert relus[0] - relus[1] == 16
+    assert sum(isinstance(module, ds.nn.ReLUSquare) for module in folded.modules()) == 16
+    torch.testing.assert_close(folded(x), model(x))
+
+
+def test_a_relu_that_others_read_stays() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.relu, self.square = nn.Conv2d(3, 4, 3), nn.ReLU(), ds.nn.EleSquare()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.relu(self.conv(x))
+            return torch.cat((self.square(y), y.neg()), 1)
+
+    model, x = Twice().eval(), torch.randn(2, 3, 8, 8)
+    folded = ds.fold(model, input_shape=(3, 8, 8))
+    assert type(folded.relu) is nn.ReLU
+    torch.testing.assert_close(folded(x), model(x))

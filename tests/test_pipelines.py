@@ -2,6 +2,8 @@
 
 import multiprocessing
 import struct
+import subprocess
+import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,3 +239,15 @@ def test_bad_input(mixed: Source) -> None:
 def test_pixels_stay_in_channels_last(mixed: Source) -> None:
     (batch,) = batches(mixed, [[0, 1]], EvalView(32, 40), pipeline="torchvision")
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_without_the_fast_decoder_the_others_serve() -> None:
+    script = """
+import sys
+sys.modules["simplejpeg"] = None
+from deepsquare import cli_training
+from deepsquare.training.pictures import Loading
+Loading("torchvision")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -18,7 +18,6 @@ from coloured import make_pictures
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deepsquare import cli
 from deepsquare.experiments.training_run import Settings, train
 from deepsquare.nn import SquareSoftmin
 from deepsquare.results import Store
@@ -179,20 +178,6 @@ def test_a_killed_a_terminated_and_an_interrupted_run_end_as_the_undisturbed_one
 
 
 # ---- the commands ----
-
-
-@pytest.fixture
-def deepsquare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    def call(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["deepsquare", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        return code, "".join(capfd.readouterr())
-
-    return call
 
 
 def test_train_and_eval_from_the_command_line(

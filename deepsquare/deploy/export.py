@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from deepsquare._files import replacing
 from deepsquare.checkpoint import Pictures
 from deepsquare.deploy.forms import graph_form
-from deepsquare.deploy.program import ENDINGS, KEY, Description, needed, open_program
+from deepsquare.deploy.program import KEY, Description, Runtime, needed, open_program, runtime_of
 from deepsquare.deploy.quantise import quantise_onnx, quantise_program
 from deepsquare.surgery import equipment
 
-Runtime = Literal["onnx", "executorch"]
 TOLERANCE = 1e-4  # of the largest logit, in float32
 SOME = 8  # pictures for the proof, if none are given
 AT_ONCE = 64  # pictures
@@ -66,7 +65,6 @@ def export(
     path: str | os.PathLike[str],
     pictures: Pictures,
     *,
-    runtime: Runtime | None = None,
     images: Tensor | None = None,
     calibration: Tensor | None = None,
     any_size: bool = False,
@@ -75,19 +73,15 @@ def export(
 
     Args:
         model: as :func:`deepsquare.load` gives it; it is left as it is.
-        path: of the file; a failed export leaves nothing there.
+        path: of the file, ending in ``.onnx``, or ``.pte`` for ExecuTorch; a failed export leaves nothing there.
         pictures: how a picture becomes the input, which goes into the file.
-        runtime: ``onnx`` or ``executorch``; by the ending of the path if not given.
         images: (N, 3, H, W) float32 to compare on, as the model wants them; random ones if not given.
         calibration: (N, 3, H, W) float32, some hundred pictures whose values the ranges of int8 are taken from; without
             them it stays float32. An int8 model is compared too, but differs.
         any_size: let the sides of the input vary too; ONNX only. The number of pictures always may there.
     """
     path = Path(path)
-    runtime = runtime or ENDINGS.get(path.suffix)  # type: ignore[assignment]
-    if runtime is None or ENDINGS.get(path.suffix) != runtime:
-        endings = " or ".join(f"{ending} for {kind}" for ending, kind in ENDINGS.items())
-        raise ValueError(f"the file is to be {path.name}; expected the ending {endings}")
+    runtime = runtime_of(path)
     if any_size and runtime != "onnx":
         raise ValueError("any_size is for ONNX; XNNPACK's memory is planned for one size: export a file for each")
     model = copy.deepcopy(model).eval().float().cpu()
@@ -108,18 +102,18 @@ def export(
                 outside = _write_onnx(form, images, described, named, calibration, any_size)
             else:
                 outside = _write_executorch(form, images[:1], described, named, calibration)
-            result = compare(named, images, expected)
+            said = open_program(named)(images)
             named.replace(temporary)
         finally:
             named.unlink(missing_ok=True)
-        if calibration is None and not result.difference <= TOLERANCE:
+        difference = float((said - expected).abs().max() / expected.abs().max())
+        agreement = float((said.argmax(1) == expected.argmax(1)).float().mean())
+        if calibration is None and not difference <= TOLERANCE:
             raise ValueError(
-                f"the exported model differs by {result.difference:.1e} of the largest logit; expected at most "
+                f"the exported model differs by {difference:.1e} of the largest logit; expected at most "
                 f"{TOLERANCE:.0e}. Nothing was written"
             )
-    return Export(
-        path, runtime, precision, path.stat().st_size, result.difference, result.agreement, len(images), outside
-    )
+    return Export(path, runtime, precision, path.stat().st_size, difference, agreement, len(images), outside)
 
 
 def _finite(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,21 +126,6 @@ def _finite(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     if not finite.all():
         logger.warning("%d of %d pictures have no finite logits and are left out", int((~finite).sum()), len(images))
     return images[finite], said[finite]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Of two models on the same pictures."""
-
-    difference: float
-    agreement: float
-
-
-def compare(path: Path, images: Tensor, expected: Tensor) -> Comparison:
-    """Run a file in its runtime, and compare with what the model said."""
-    said = open_program(path)(images)
-    difference = float((said - expected).abs().max() / expected.abs().max())
-    return Comparison(difference, float((said.argmax(1) == expected.argmax(1)).float().mean()))
 
 
 def _write_onnx(
@@ -214,14 +193,11 @@ def _told(format_name: str, described: Description) -> Iterator[None]:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Exporters print progress, and warn of what is theirs."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "root", "executorch", "")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        logging.disable(before)

@@ -16,6 +16,8 @@ from deepsquare.data.pictures.base import is_picture
 from deepsquare.data.pictures.reference import FORMATS, DamagedError, draw
 from deepsquare.data.pictures.views import EvalView, centre_box
 
+COMPARED, CALIBRATING = 64, 512  # pictures that an export is proved on, and that int8 takes its ranges from
+
 
 def read_pictures_of(files: Sequence[Path], pictures: Pictures) -> Tensor:
     """(N, 3, S, S) float32: the centre of each picture, normalised as the model was trained."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import warnings
@@ -10,14 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from deepsquare.checkpoint import Pictures
 
-ENDINGS = {".onnx": "onnx", ".pte": "executorch"}
+Runtime = Literal["onnx", "executorch"]
+ENDINGS: dict[Runtime, str] = {"onnx": ".onnx", "executorch": ".pte"}
 KEY = "deepsquare"  # under which a file describes itself
 EXTRA = "pip install 'deepsquare[export]'"
 
@@ -120,18 +122,23 @@ def open_program(path: str | os.PathLike[str], threads: int | None = None) -> Pr
         threads: of onnxruntime; as many as it likes if not given.
     """
     path = Path(path)
-    kind = ENDINGS.get(path.suffix)
-    if kind is None:
-        raise ValueError(f"{path} ends in neither {' nor '.join(ENDINGS)}; expected a file of deepsquare export")
+    runtime = runtime_of(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    return OnnxProgram(path, threads) if kind == "onnx" else ExecuTorchProgram(path)
+    return OnnxProgram(path, threads) if runtime == "onnx" else ExecuTorchProgram(path)
+
+
+def runtime_of(path: Path) -> Runtime:
+    """The runtime of a file, by its ending."""
+    for runtime, ending in ENDINGS.items():
+        if path.suffix == ending:
+            return runtime
+    endings = " or ".join(f"{ending} for {runtime}" for runtime, ending in ENDINGS.items())
+    raise ValueError(f"the file is {path}; expected the ending {endings}")
 
 
 def needed(module: str) -> Any:
     """A module of the extra ``export``, or a word on how to get it."""
-    import importlib
-
     try:
         with _quiet():
             return importlib.import_module(module)

@@ -79,6 +79,6 @@ def _in_integers(node: torch.fx.Node) -> bool:
         return False
     if not isinstance(read, torch.fx.Node):
         return True  # a weight, of whichever node reads it
-    mean_square = read.target is aten.mean.dim  # of Square-Excitation, to which α² is added
+    scales = node.target is aten.add.Tensor and read.target is aten.mean.dim  # G + α² of Square-Excitation
     square = read.target is aten.mul.Tensor and read.args[0] is read.args[1]
-    return not (mean_square or square)
+    return not (scales or square)

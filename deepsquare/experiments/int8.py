@@ -1,7 +1,7 @@
 """Accuracy of the proxies' networks in their runtimes, float32 and int8: what eight bits cost, with a square or not.
 
-The networks are those that ``deepsquare reproduce proxy`` trained. Ranges come from training pictures; nothing is
-chosen by the accuracy, which is of all validation pictures.
+The networks are those that ``deepsquare reproduce proxy`` trained, on class folders. Ranges come from training
+pictures; the accuracy is of all validation pictures.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from deepsquare.checkpoint import Pictures, load, read_pictures
 from deepsquare.data.pictures.folders import FolderSource
 from deepsquare.data.pictures.source import open_source
 from deepsquare.deploy import export, open_program
-from deepsquare.deploy.input import read_pictures_of, sample
+from deepsquare.deploy.input import CALIBRATING, COMPARED, read_pictures_of, sample
 from deepsquare.deploy.program import ENDINGS
-from deepsquare.results import Row, Store
+from deepsquare.results import Row, Store, key
 
-CALIBRATING, COMPARED, AT_ONCE = 512, 64, 100
+AT_ONCE = 100  # pictures
 
 
 def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
@@ -32,48 +35,49 @@ def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/
         given = f" of {', '.join(rows)}" if rows else ""
         raise FileNotFoundError(f"{results / '.runs'} holds no network{given}; first deepsquare reproduce proxy")
     store = Store(results / "deploy.jsonl")
-    done = {(row.row, row.seed, row.recipe["runtime"], row.recipe["precision"]) for row in store.rows()}
+    done = {row.key for row in store.rows()}
     val = open_source(data, "val")
     if not isinstance(val, FolderSource):
         raise ValueError(f"{data} has shards; give one with class folders")
-    files = [Path(val.name(index)) for index in range(len(val))]
+    files, learnt = [Path(val.name(index)) for index in range(len(val))], sample(data / "train", CALIBRATING)
     for file in chosen:
         name, _, seed = file.stem.rpartition("-seed")
         pictures = read_pictures(file)
         if pictures is None:
             print(f"{file.name} does not say what it was shown, and is left out")
             continue
-        ways = [(kind, precision) for kind in ENDINGS.values() for precision in ("float32", "int8")]
-        todo = [way for way in ways if (name, int(seed), *way) not in done]
-        if not todo:
-            continue
-        shown, calibration = (read_pictures_of(some, pictures) for some in (files, sample(data / "train", CALIBRATING)))
-        for runtime, precision in todo:
-            row = _measure(file, pictures, runtime, precision, shown, val.labels, calibration)
-            store.append(row)
-            print(f"{name}, seed {seed}, {runtime}, {precision}: {row.metrics['accuracy']:.2%}")
+        for runtime, precision in product(ENDINGS, ("float32", "int8")):
+            described = {
+                "runtime": runtime, "precision": precision, "calibration": len(learnt) if precision == "int8" else 0,
+                "pictures": len(files), "size": pictures.size,
+            }  # fmt: skip
+            if key("int8", name, int(seed), described) in done:
+                continue
+            start = time.perf_counter()
+            shown, calibration = (read_pictures_of(some, pictures) for some in (files, learnt))
+            ranges = calibration if precision == "int8" else None
+            metrics = _measure(load(file), pictures, ENDINGS[runtime], shown, val.labels, calibration, ranges)
+            seconds = round(time.perf_counter() - start, 1)
+            store.append(Row("int8", name, int(seed), described, metrics, seconds))
+            print(f"{name}, seed {seed}, {runtime}, {precision}: {metrics['accuracy']:.2%}", flush=True)
 
 
 def _measure(
-    file: Path,
+    model: nn.Module,
     pictures: Pictures,
-    runtime: str,
-    precision: str,
-    shown: torch.Tensor,
-    labels: torch.Tensor,
-    calibration: torch.Tensor,
-) -> Row:
-    start = time.perf_counter()
-    name, _, seed = file.stem.rpartition("-seed")
-    ending = next(ending for ending, kind in ENDINGS.items() if kind == runtime)
-    ranges = calibration if precision == "int8" else None
+    ending: str,
+    shown: Tensor,
+    labels: Tensor,
+    compared: Tensor,
+    calibration: Tensor | None,
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / f"model{ending}"
-        made = export(load(file), place, pictures, images=calibration[:COMPARED], calibration=ranges)
+        made = export(model, place, pictures, images=compared[:COMPARED], calibration=calibration)
         program = open_program(place)
         said = torch.cat([program(part) for part in torch.split(shown, AT_ONCE)])
     finite = said.isfinite().all(1)
-    metrics = {
+    return {
         "accuracy": float(((said.argmax(1) == labels) & finite).float().mean()),
         "overflows": int((~finite).sum()),
         "difference": made.difference,
@@ -81,10 +85,3 @@ def _measure(
         "bytes": made.size,
         "outside": made.outside,
     }
-    described = {
-        "runtime": runtime,
-        "precision": precision,
-        "calibration": len(calibration) if ranges is not None else 0,
-    }
-    described |= {"pictures": len(labels), "size": pictures.size}
-    return Row("int8", name, int(seed), described, metrics, round(time.perf_counter() - start, 1))

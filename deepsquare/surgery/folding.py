@@ -21,11 +21,7 @@ from deepsquare.surgery.trace import VIEWS, Graph, trace
 Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-DROPPING = (
-    "StochasticDepth",
-    "DropPath",
-    "DropBlock2d",
-)  # of torchvision and timm: idle in the test phase
+DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm, idle in the test phase
 HOMOGENEOUS = VIEWS | {*AVERAGES, "relu"}  # f(k·x) = k·f(x) for k ≥ 0
 
 
@@ -133,14 +129,9 @@ def _merge_relus(model: nn.Module, graph: Graph) -> None:
         if before is None or type(call.module) not in (EleSquare, SquareEncoding):
             continue
         alone = all(_alone(model, graph, module) for module in (call.module, before.module))
-        if alone and set(_reading(graph, call.input)) == {call.index}:
+        if alone and graph.readers(call.input) == 1:
             replace(model, call.module, ReLUSquare())
             replace(model, before.module, nn.Identity())
-
-
-def _reading(graph: Graph, node: int) -> list[int]:
-    """The calls whose operations read a node."""
-    return [other.call for other in graph.nodes if node in other.inputs]
 
 
 def _leave_out(model: nn.Module) -> None:

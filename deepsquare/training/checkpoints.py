@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepsquare._files import replacing
+from deepsquare._files import clear, replacing
 from deepsquare.training.learner import Learner
 from deepsquare.training.recipe import Recipe
 
@@ -28,6 +28,7 @@ def save_progress(path: Path, learner: Learner, recipe: Recipe, progress: dict[s
     buffer = io.BytesIO()
     torch.save(state, buffer)  # not into the file: what torch says of a full disk names neither
     try:
+        clear(path)
         with replacing(path) as temporary:
             temporary.write_bytes(buffer.getbuffer())
     except OSError as error:

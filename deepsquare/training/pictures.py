@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepsquare._threads import cores
 from deepsquare.checkpoint import MEAN, STD
-from deepsquare.data.pictures.loader import Batch, batches, check_pipeline
+from deepsquare.data.pictures.loader import Batch, batches
 from deepsquare.data.pictures.source import Source
 from deepsquare.data.pictures.views import EvalView, TrainView
 from deepsquare.training.recipe import ImageNetRecipe
@@ -39,7 +39,6 @@ class Loading:
     damaged: float = 0.001
 
     def __post_init__(self) -> None:
-        check_pipeline(self.pipeline)
         if self.workers is not None and self.workers < 0:
             raise ValueError(f"workers is {self.workers}; expected 0 or more")
         if not 0 <= self.damaged <= 1:

@@ -28,9 +28,7 @@ class Recipe:
     weight_decay: float = 1e-4  # on every parameter, as torch.optim.SGD does it
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            if not _fits(value := getattr(self, name), kind):
-                raise TypeError(f"{name} is {value!r}; expected {_said(kind)}")
+        _check_types(type(self), vars(self))
         for name, valid, expected in self._checks():
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
@@ -112,6 +110,13 @@ class ImageNetRecipe(Recipe):
         yield "ema", self.ema is None or 0 < self.ema < 1, "0 < ema < 1"
 
 
+def _check_types(recipe: type[Recipe], values: Mapping[str, Any]) -> None:
+    kinds = get_type_hints(recipe)
+    for name, value in values.items():
+        if not _fits(value, kinds[name]):
+            raise TypeError(f"{name} is {value!r}; expected {_said(kinds[name])}")
+
+
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a field's type; a whole number may stand for a float, a truth value for neither."""
     parts = get_args(kind)
@@ -141,15 +146,13 @@ SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
 
 def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe, list[str]]:
     """The recipe with some fields changed, and notes on what follows: the rate goes with the batch."""
-    known = get_type_hints(type(recipe))
-    if unknown := changes.keys() - known.keys():
+    known = {field.name for field in dataclasses.fields(recipe)}
+    if unknown := changes.keys() - known:
         raise ValueError(
             f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {', '.join(sorted(known))}"
         )
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    for name, value in changes.items():
-        if not _fits(value, known[name]):
-            raise TypeError(f"{name} is {value!r}; expected {_said(known[name])}")
+    _check_types(type(recipe), changes)
     notes = []
     if changes.get("batch", recipe.batch) != recipe.batch and "rate" not in changes and changes["batch"] >= 1:
         rate = recipe.rate * changes["batch"] / recipe.batch
