@@ -115,7 +115,7 @@ def _cost_table(name: str, spec: str, shape: tuple[int, ...], base: Cost, equipp
 
 
 Experiment = Literal[
-    "fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "proxy", "int8", "recipe", "all"
+    "fig2", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "peers", "proxy", "int8", "parity", "recipe", "all"
 ]
 
 
@@ -141,10 +141,11 @@ def reproduce(
     Args:
         experiment: Which figure or table; peers are theirs in the vanilla CNN, proxy is rows of Tables 4 and 7 on
             the pictures in --data at a small size, int8 is the accuracy of their networks when
-            quantised, recipe is the choice of the tables' recipe on held-out images.
+            quantised, parity is how exported networks differ from their models, recipe is the choice of the tables'
+            recipe on held-out images.
         schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
         seeds: How many seeds: 1 for the tables and 100 for the spirals (fig3 to fig6) if not given.
-        rows: Only these rows of the tables, by their labels.
+        rows: Only these rows of the tables, by their labels; of parity, these models.
         data: Folder with CIFAR-10, fetched and cached when not given; of proxy, with train and val.
         processes: How many runs at a time; one per core when not given.
         ray: Address of a Ray cluster, or local to start one here.
@@ -184,6 +185,10 @@ def reproduce(
             proxy.run_proxy(
                 data, seeds=1 if seeds is None else seeds, rows=rows, results=results, processes=processes, ray=ray
             )
+    if experiment == "parity":
+        from deepsquare.experiments.parity import run_parity
+
+        run_parity(rows=rows, results=results)
     if experiment == "recipe":
         cifar10.choose_recipe(**grid)
     if chosen:
@@ -229,7 +234,7 @@ def _report(results: tuple[Path, ...], figures: tuple[Path, ...], output: Path) 
 
 @app.command
 def bench(
-    subject: tyro.conf.Positional[Literal["train", "models", "ops", "data"]],
+    subject: tyro.conf.Positional[Literal["train", "models", "ops", "data", "deploy"]],
     *,
     rounds: int | None = None,
     steps: int | None = None,
@@ -244,11 +249,14 @@ def bench(
     Args:
         subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader; models is
             every technique and peer against its plain network; ops is every function against the limit of the memory,
-            the formula, the compiler and timm's attentions; data is every way to read pictures against torchvision's.
-        rounds: Turns of each contestant: 5 for train, 9 for models and data and 15 for ops if not given.
+            the formula, the compiler and timm's attentions; data is every way to read pictures against torchvision's;
+            deploy is every technique in onnxruntime and ExecuTorch, float32 and int8, against its plain network.
+        rounds: Turns of each contestant: 5 for train, 9 for models and data, 15 for ops and 300 for deploy if not
+            given.
         steps: Of train, the training steps of a turn; one epoch when not given.
-        backbones: Of models, the networks; the paper's four when not given.
-        specs: Of models, what is put into them; all techniques and peers when not given.
+        backbones: Of models, the networks, the paper's four when not given; of deploy, shufflenet_v2_x1_0 and resnet18.
+        specs: Of models and deploy, what is put into them; all techniques and peers when not given, of deploy all
+            techniques and se.
         functions: Of ops, the functions; all when not given.
         data: Of train, the folder with CIFAR-10; fetched and cached when not given. Of data, the folder that holds
             train, with a folder of pictures for each class.
@@ -262,6 +270,11 @@ def bench(
     elif subject == "models":
         turns = 9 if rounds is None else rounds
         models.run(backbones or models.BACKBONES, specs or models.SPECS, rounds=turns, results=results)
+    elif subject == "deploy":
+        from deepsquare.bench import deploy
+
+        turns = 300 if rounds is None else rounds
+        deploy.run(backbones or deploy.BACKBONES, specs or deploy.SPECS, rounds=turns, results=results)
     elif subject == "data":
         if data is None:
             raise ValueError(

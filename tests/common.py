@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import deepsquare as ds
 
@@ -33,18 +32,6 @@ def create(name: str, **arguments: Any) -> nn.Module:
         arguments.setdefault("init_weights", False)
     made: nn.Module = tv.get_model(name, **arguments)
     return made
-
-
-def calibrated(model: nn.Module, x: Tensor) -> nn.Module:
-    """``model`` in evaluation mode, its batch normalisation having the statistics of ``x``."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    for norm in norms:
-        norm.momentum = None
-    with torch.no_grad():
-        model.train()(x)
-    for norm in norms:
-        norm.momentum = 0.1
-    return model.eval()
 
 
 def equip_quietly(model: nn.Module, spec: str, **arguments: Any) -> nn.Module:

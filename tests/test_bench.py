@@ -7,7 +7,7 @@ import pytest
 import torch
 from made_pictures import make_folder
 
-from deepsquare.bench import data, models, ops, train
+from deepsquare.bench import data, deploy, models, ops, train
 from deepsquare.data.pictures import open_source, write_shards
 from deepsquare.report import peers
 from deepsquare.results import Store
@@ -40,6 +40,23 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.cost.parameters > found.base.parameters
     assert set(found.times) == {models.LATENCY, models.THROUGHPUT, models.TRAINING}
     assert all(time.low <= time.value <= time.high for time in found.times.values())
+
+
+def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
+    monkeypatch.setattr(deploy, "ENDINGS", {"onnx": ".onnx"})
+    deploy.run(["shufflenet_v2_x0_5"], ["se"], rounds=3, results=tmp_path)
+    rows = {row.row.rpartition("/")[2]: row.metrics for row in Store(tmp_path / "bench.jsonl").rows()}
+    assert rows.keys() == {"float32", "int8"}
+    for found in rows.values():
+        assert list(found) == ["", "se", "again"]
+        assert found["se"]["bytes"] > found[""]["bytes"] == found["again"]["bytes"]
+        assert found[""]["1"]["ratio"] == [1, 1, 1]
+        assert min(low for one in found.values() for low in (*one["1"]["seconds"], *one["2"]["seconds"])) > 0
+        assert 1e6 < found["se"]["memory"] < 1e9
+    assert rows["int8"]["se"]["bytes"] < rows["float32"]["se"]["bytes"] / 2
+    with pytest.raises(OSError, match=r"time of none.onnx failed:[\s\S]*no file none.onnx"):
+        deploy._apart("time", [Path("none.onnx")], 1, 1)
 
 
 def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

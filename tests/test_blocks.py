@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from common import calibrated, create, equip_quietly, images, tuned
+from common import create, equip_quietly, images, tuned
 from torch import Tensor, nn
 
 import deepsquare as ds
 from deepsquare import kernels
+from deepsquare.experiments.parity import calibrated
 from deepsquare.kernels import cpu
 from deepsquare.nn import SquareExcitation
 from deepsquare.surgery.blocks import FusedBlock

@@ -15,7 +15,6 @@ from common import (
     SHAPES,
     Forward,
     attached,
-    calibrated,
     cifar,
     copied_state,
     create,
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepsquare as ds
+from deepsquare.experiments.parity import calibrated
 from deepsquare.surgery import equipment
 
 

@@ -11,7 +11,6 @@ import torch
 from common import (
     SHAPES,
     attached,
-    calibrated,
     copied_state,
     create,
     dead,
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
+from deepsquare.experiments.parity import calibrated
 from deepsquare.models import TABLES
 from deepsquare.surgery import equipment
 

@@ -7,7 +7,6 @@ import torch
 from common import (
     SHAPES,
     attached,
-    calibrated,
     copied_state,
     create,
     equip_quietly,
@@ -22,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 
 import deepsquare as ds
+from deepsquare.experiments.parity import calibrated
 from deepsquare.surgery import equipment
 
 

@@ -315,6 +315,42 @@ def test_functions_on_the_page(make: Callable[..., Page]) -> None:
     assert "Square-Excitation, on the largest map: limit 4 GB/s, ours 2 GB/s" in page.text
 
 
+def test_deployed_networks_on_the_page(make: Callable[..., Page]) -> None:
+    def deployed(experiment: str, name: str, kind: str, precision: str, **metrics: Any) -> Row:
+        return Row(experiment, name, 0, {"runtime": kind, "precision": precision}, metrics, 1.0)
+
+    time = {"seconds": [5e-3, 5e-3, 5e-3], "ratio": [1.02, 0.99, 1.03]}
+    one = {"bytes": 9_100_000, "memory": 20_000_000, "outside": {}, "1": time, "2": time}
+    described = {"rounds": 9, "input": 224, "batch": 1}
+    bench = Row("bench", "deploy/a/onnx/int8", 0, described, {"": one, "pooling": one, "again": one}, 1.0)
+    proof: dict[str, Any] = {
+        "refused": None,
+        "difference": 1e-6,
+        "agreement": 1.0,
+        "bytes": 1,
+        "outside": {},
+        "squares_outside": 0,
+    }
+    page = make(
+        [
+            bench,
+            deployed("int8", "net+softmin", "onnx", "float32", accuracy=0.7, overflows=3),
+            deployed("int8", "net+softmin", "executorch", "int8", accuracy=0.69, overflows=0),
+            deployed("int8", "net", "onnx", "int8", accuracy=0.69, overflows=0),  # nothing to compare with
+            deployed("parity", "net", "onnx", "float32", **proof),
+            deployed("parity", "net+pooling", "onnx", "float32", **{**proof, "difference": 3e-5, "agreement": 0.75}),
+            deployed("parity", "net+gsop", "executorch", "float32", refused="no such operation"),
+        ]
+    )
+    cells = ["5.00+2.0% [−1.0, +3.0]", "5.00+2.0% [−1.0, +3.0]", "9.10", "20.0"]
+    assert page.line("deploy", "Square-Pooling")[1:] == cells
+    assert "onnxruntime, int8, time added with one thread: Square-Pooling +2.0%, plain, again +2.0%" in page.text
+    assert page.line("deploy", "net+softmin")[2:] == ["70.003 pictures overflow", "no run yet", "69.00−1.00"]
+    assert page.line("deploy", "net") == ["net", "2", "3.0e-05", "75%", "not written", "0"]
+    assert page.line("deploy", "net+gsop")[2] == "not written"
+    assert "net+gsop, ExecuTorch: no such operation" in page.text
+
+
 def test_one_run_under_two_labels_counts_once() -> None:
     rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("pooling", BASE, row="Square-Pooling")]
     findings = find(TABLE_2, rows)

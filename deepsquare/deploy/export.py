@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deepsquare._files import replacing
 from deepsquare.checkpoint import Pictures
-from deepsquare.deploy.forms import graph_form
+from deepsquare.deploy.forms import graph_form, xnnpack_form
 from deepsquare.deploy.program import KEY, Description, Runtime, needed, open_program, runtime_of
 from deepsquare.deploy.quantise import quantise_onnx, quantise_program
 from deepsquare.surgery import equipment
@@ -94,7 +94,7 @@ def export(
     present, precision = equipment(model), "float32" if calibration is None else "int8"
     origin = getattr(model, "deepsquare_origin", None)
     described = Description(origin and origin.name, present.spec if present else "", precision, pictures)
-    form = graph_form(model)
+    form = graph_form(model, images[:1])
     with replacing(path) as temporary:
         named = temporary.with_name(temporary.name + path.suffix)  # runtimes go by it
         try:
@@ -158,6 +158,7 @@ def _write_executorch(
     partition = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     exir = needed("executorch.exir")
     with _silent(), _told("ExecuTorch", described):
+        form = xnnpack_form(form, images)
         if calibration is not None:
             form = quantise_program(form, calibration, images)
         exported = torch.export.export(form, (images,))

@@ -21,6 +21,7 @@ from deepsquare.checkpoint import Pictures
 Runtime = Literal["onnx", "executorch"]
 ENDINGS: dict[Runtime, str] = {"onnx": ".onnx", "executorch": ".pte"}
 KEY = "deepsquare"  # under which a file describes itself
+_shared: set[Runtime] = set()  # runtimes with one pool of threads for all programs
 EXTRA = "pip install 'deepsquare[export]'"
 
 
@@ -69,12 +70,11 @@ class Program(ABC):
 class OnnxProgram(Program):
     """In onnxruntime, on the CPU."""
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         onnxruntime = needed("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        if threads is not None:
-            options.intra_op_num_threads = threads
+        options.use_per_session_threads = "onnx" not in _shared
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # of classes that onnxruntime does not name
@@ -114,18 +114,25 @@ class ExecuTorchProgram(Program):
         return torch.cat(said)
 
 
-def open_program(path: str | os.PathLike[str], threads: int | None = None) -> Program:
-    """The program in a file, told by its ending.
-
-    Args:
-        path: a file of :func:`deepsquare.deploy.export`.
-        threads: of onnxruntime; as many as it likes if not given.
-    """
+def open_program(path: str | os.PathLike[str]) -> Program:
+    """The program in a file of :func:`deepsquare.deploy.export`, told by its ending."""
     path = Path(path)
     runtime = runtime_of(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    return OnnxProgram(path, threads) if runtime == "onnx" else ExecuTorchProgram(path)
+    return (OnnxProgram if runtime == "onnx" else ExecuTorchProgram)(path)
+
+
+def share_threads(runtime: Runtime, threads: int) -> None:
+    """Give all programs of a runtime one pool of threads; once in a process, before the first is opened.
+
+    In onnxruntime each has its own otherwise, which spins for a while beside the program that runs next.
+    """
+    if runtime == "onnx":
+        needed("onnxruntime").set_global_thread_pool_sizes(threads, 1)
+    else:
+        needed("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(threads)
+    _shared.add(runtime)
 
 
 def runtime_of(path: Path) -> Runtime:

@@ -15,7 +15,7 @@ from deepsquare import verdict
 from deepsquare._files import make_writable, replacing
 from deepsquare.cost import cost_of, short
 from deepsquare.experiments.tables import CONTINUED, PEERS, TABLES
-from deepsquare.report import curves, figures, network, ops, peers, spirals
+from deepsquare.report import curves, deploy, figures, network, ops, peers, spirals
 from deepsquare.report.evidence import Findings, Line, Run, Schedule, find, load
 from deepsquare.results import Row
 from deepsquare.verdict import Verdict
@@ -91,6 +91,10 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
         "peers": (found_peers, [_cost(line) for line in found_peers.lines]),
         "ops": functions,
         "rooflines": ops.rooflines(functions),
+        "deploy": deploy,
+        "deployed": [(name, ways, deploy.latencies(ways)) for name, ways in deploy.timed(rows).items()],
+        "quantised": deploy.quantised(rows),
+        "parities": deploy.parities(rows),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
         "candidates": candidates(rows),
         "conditions": conditions([*figures.fig2_row(results), *rows]),
