@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -155,7 +156,11 @@ def needed(module: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of theirs are not shown; ExecuTorch's C++ code writes what it looks for straight to the error stream."""
+    """Warnings of theirs are not shown; ExecuTorch's C++ code writes what it looks for straight to the error stream.
+
+    Nor do they change how the process logs.
+    """
+    handlers = logging.root.handlers[:]
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -163,6 +168,7 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        logging.root.handlers[:] = handlers
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
