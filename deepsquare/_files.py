@@ -31,7 +31,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def clear(path: Path) -> None:
     """Remove what writers of ``path`` that were killed left beside it; nobody may be writing it now."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}*"):
         left.unlink(missing_ok=True)
 
 

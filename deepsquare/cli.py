@@ -145,8 +145,8 @@ def reproduce(
             recipe on held-out images.
         schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
         seeds: How many seeds: 1 for the tables and 100 for the spirals (fig3 to fig6) if not given.
-        rows: Only these rows of the tables, by their labels; of parity, these models.
-        data: Folder with CIFAR-10, fetched and cached when not given; of proxy, with train and val.
+        rows: Only these rows of the tables, by their labels; of parity, these models; of int8, these networks.
+        data: Folder with CIFAR-10, fetched and cached when not given; of proxy and int8, with train and val.
         processes: How many runs at a time; one per core when not given.
         ray: Address of a Ray cluster, or local to start one here.
         networks: How many random networks of each kind are checked for fig2.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +12,10 @@ import torch
 import tyro
 from torch import nn
 
-from deepsquare.checkpoint import Pictures, load, read_pictures
+from deepsquare.checkpoint import Pictures, load, read_header, read_pictures
 from deepsquare.cli_training import model_file
 from deepsquare.deploy import export, open_program
-from deepsquare.deploy.input import CALIBRATING, COMPARED, read_pictures_of, sample
+from deepsquare.deploy.input import CALIBRATING, COMPARED, apart, read_pictures_of, sample
 from deepsquare.deploy.program import ENDINGS, Runtime
 
 SHOWN = 5  # answers for a picture
@@ -52,13 +54,15 @@ def export_command(
         raise ValueError("int8 needs pictures to take its ranges from; give a folder, such as train: --pictures DIR")
     images, calibration = None, None
     if pictures is not None:
-        images = read_pictures_of(sample(pictures, CALIBRATING if int8 else COMPARED), shown)
-        calibration, images = (images if int8 else None), images[-COMPARED:]
+        images = read_pictures_of(sample(pictures, CALIBRATING + COMPARED if int8 else COMPARED), shown)
+        if int8:
+            calibration, images = apart(images)
+            print(f"Taking ranges from {len(calibration)} pictures; this takes minutes.", file=sys.stderr, flush=True)
     made = export(model, place, shown, images=images, calibration=calibration, any_size=any_size)
     if as_json:
         print(json.dumps({**vars(made), "path": str(made.path)}))
         return
-    kind = "random inputs" if images is None else "pictures"
+    kind = ("random input" if images is None else "picture") + ("s" if made.pictures > 1 else "")
     print(f"{made.path.resolve()}: {made.size / 1e6:.1f} MB for {to}, {made.precision}")
     print(
         f"On {made.pictures} {kind} it differs from the model by {made.difference:.1e} of the largest logit; the first "
@@ -86,31 +90,45 @@ def predict_command(
     """
     if not images:
         raise ValueError("no picture is named; give one or more files")
-    if model.suffix in ENDINGS.values():
+    if model.suffix.lower() in ENDINGS.values():
         program = open_program(model)
         shown = program.description.pictures
-        logits = program(read_pictures_of(images, shown))
+        logits = program(read_pictures_of(images, shown, upright=True))
     else:
         network, shown = _opened(model_file(model))
         with torch.inference_mode():
-            logits = network.eval()(read_pictures_of(images, shown))
+            logits = network.eval()(read_pictures_of(images, shown, upright=True))
     chances = logits.float().softmax(1)
     names = shown.classes or tuple(f"class {number}" for number in range(chances.shape[1]))
     if len(names) != chances.shape[1]:
         raise ValueError(f"{model} names {len(names)} classes and tells {chances.shape[1]} apart; export it again")
-    best = [
-        {names[place]: round(float(row[place]), 6) for place in row.topk(min(SHOWN, len(names))).indices.tolist()}
-        for row in chances
+    best = chances.topk(min(SHOWN, len(names)))
+    answers = [
+        [(names[place], round(chance, 6)) for chance, place in zip(values, places, strict=True)]
+        for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     ]
     if as_json:
-        print(json.dumps({str(file): answers for file, answers in zip(images, best, strict=True)}))
+        told = [
+            {"picture": str(file), "answers": [{"class": name, "chance": chance} for name, chance in own]}
+            for file, own in zip(images, answers, strict=True)
+        ]
+        print(json.dumps(told))
         return
-    for file, answers in zip(images, best, strict=True):
+    for file, own in zip(images, answers, strict=True):
         print(file)
-        for name, chance in answers.items():
+        for name, chance in own:
             print(f"  {chance:6.1%}  {name}")
 
 
 def _opened(file: Path) -> tuple[nn.Module, Pictures]:
     """The model of a checkpoint, and what it is shown: as it says, or as ImageNet's networks usually are."""
-    return load(file), read_pictures(file) or Pictures(())
+    model, shown = load(file), read_pictures(file)
+    if shown is None:
+        shape, usual = read_header(file)["input_shape"], Pictures(())
+        shown = usual if shape is None or shape[-1] == usual.size else Pictures((), shape[-1], shape[-1])
+        warnings.warn(
+            f"{file} does not say how pictures become its input (deepsquare.save has pictures=… for that); taken as "
+            f"the centre, {shown.size} × {shown.size} of a shorter side of {shown.resize}, normalised as for ImageNet",
+            stacklevel=2,
+        )
+    return model, shown

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from coloured import make_pictures
+from PIL import Image
 from torch import Tensor, nn
 
 import deepsquare as ds
 from deepsquare.checkpoint import Pictures
-from deepsquare.deploy import export, open_program
+from deepsquare.deploy import ExportError, export, open_program
 from deepsquare.deploy.forms import Excitation
-from deepsquare.deploy.input import read_pictures_of, sample
+from deepsquare.deploy.input import apart, read_pictures_of, sample
 from deepsquare.deploy.quantise import quantise_program
 from deepsquare.experiments import parity
 from deepsquare.experiments.parity import calibrated
@@ -94,7 +96,7 @@ def test_any_size(tmp_path: Path) -> None:
     larger = torch.randn(2, 3, 96, 128)
     with torch.inference_mode():
         assert near(open_program(tmp_path / "model.onnx")(larger), model(larger))
-    with pytest.raises(ValueError, match="any_size is for ONNX"):
+    with pytest.raises(ValueError, match="any size is for ONNX"):
         export(model, tmp_path / "model.pte", PICTURES, any_size=True)
 
 
@@ -151,6 +153,37 @@ def test_peers_in_onnx(spec: str, tmp_path: Path) -> None:
     assert made.difference < 1e-4
 
 
+def test_what_does_not_fit_is_told_before_the_work(tmp_path: Path) -> None:
+    model, images = trained("shufflenet_v2_x0_5", "")
+    path = tmp_path / "model.onnx"
+    for wrong in (images.double(), images[:0], images[:, :1], images[..., :32]):
+        with pytest.raises(ValueError, match=r"images is .*; expected \(N, 3, 64, 64\) float32, as pictures says"):
+            export(model, path, PICTURES, images=wrong)
+    with pytest.raises(ValueError, match=r"calibration is \(2, 3, 32, 32\) float32"):
+        export(model, path, PICTURES, images=images, calibration=torch.randn(2, 3, 32, 32))
+    with pytest.raises(ValueError, match="pictures names 2 classes; expected 3"):
+        export(model, path, Pictures(("cat", "dog"), 64, 72), images=images)
+    with pytest.raises(ValueError, match=r"expected a classifier"):
+        export(nn.Conv2d(3, 3, 3), path, PICTURES, images=images)
+    (tmp_path / "folder.onnx").mkdir()
+    with pytest.raises(ValueError, match=r"folder.onnx is a folder"):
+        export(model, tmp_path / "folder.onnx", PICTURES)
+    assert [file.name for file in tmp_path.iterdir()] == ["folder.onnx"]
+
+
+def test_a_model_that_always_says_the_same_proves_little(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Deaf(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0 * x.mean((2, 3))
+
+    left = tmp_path / f".model.onnx.{'0' * 32}.onnx"  # by a killed export
+    left.touch()
+    made = export(Deaf(), tmp_path / "model.onnx", PICTURES)
+    assert made.difference == 0
+    assert "says the same of every picture" in caplog.text
+    assert not left.exists()
+
+
 def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = trained("shufflenet_v2_x0_5", "")
     monkeypatch.setattr(EXPORTING, "TOLERANCE", -1.0)
@@ -201,6 +234,31 @@ def test_pictures_are_shown_as_in_the_evaluation(tmp_path: Path) -> None:
     torch.testing.assert_close(read_pictures_of(files, PICTURES), Normalise(torch.device("cpu"))(batch.images))
 
 
+def test_cameras_and_scanners(tmp_path: Path) -> None:
+    across = Image.linear_gradient("L").rotate(90).convert("RGB")  # dark to the left
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned clockwise to be upright
+    across.rotate(90).save(tmp_path / "turned.png", exif=exif)
+    across.save(tmp_path / "plain.png")
+    Image.fromarray(np.asarray(across.convert("L")).astype(np.uint16) << 8).save(tmp_path / "deep.png")
+    names = ("plain.png", "turned.png", "deep.png")
+    plain, turned, deep = read_pictures_of([tmp_path / name for name in names], Pictures((), 64, 64), upright=True)
+    assert torch.equal(turned, plain)
+    assert torch.equal(deep, plain)
+    (as_stored,) = read_pictures_of([tmp_path / "turned.png"], Pictures((), 64, 64))
+    assert not torch.equal(as_stored, plain)
+    with pytest.raises(FileNotFoundError, match="is a folder; give pictures"):
+        read_pictures_of([tmp_path], PICTURES)
+
+
+def test_ranges_and_proof_are_of_different_pictures() -> None:
+    images = torch.arange(20.0)
+    calibration, compared = apart(images)
+    assert compared.tolist() == [0, 9, 18]
+    assert sorted([*calibration.tolist(), *compared.tolist()]) == images.tolist()
+    assert [part.tolist() for part in apart(images[:1])] == [[0], [0]]
+
+
 # ---- the commands ----
 
 
@@ -216,8 +274,10 @@ def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int,
     for name in ("run.safetensors", "run.onnx"):
         code, said = deepsquare("predict", tmp_path / name, picture, "--json")
         assert code == 0, said
-        (found,) = json.loads(said).values()
-        assert set(found) == {"blue", "green", "red"}
+        (one,) = json.loads(said)
+        assert one["picture"] == str(picture)
+        found = {answer["class"]: answer["chance"] for answer in one["answers"]}
+        assert found.keys() == {"blue", "green", "red"}
         assert list(found.values()) == sorted(found.values(), reverse=True)
         answers.append(found)
     assert answers[0] == pytest.approx(answers[1], abs=1e-4)
@@ -235,6 +295,11 @@ def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int,
         code, said = deepsquare("predict", tmp_path / model_name, file)
         assert code == 2
         assert message in said
+    ds.save(model, tmp_path / "bare.safetensors")
+    code, said = deepsquare("predict", tmp_path / "bare.safetensors", picture)
+    assert code == 0
+    assert "does not say how pictures become its input" in said
+    assert "taken as the centre, 64 × 64" in said
     broken.rename(tmp_path / "broken.onnx")
     code, said = deepsquare("predict", tmp_path / "broken.onnx", picture)
     assert code == 2
@@ -258,7 +323,7 @@ def test_parity_goes_on_where_it_stopped(
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="rows are models here; alexnet is none of shufflenet_v2_x0_5"):
         parity.run_parity(rows=["alexnet"], results=tmp_path)
-    monkeypatch.setattr(parity, "export", Mock(side_effect=ValueError("it cannot be")))
+    monkeypatch.setattr(parity, "export", Mock(side_effect=ExportError("it cannot be")))
     monkeypatch.setattr(parity, "SPECS", ("softmin",))
     parity.run_parity(results=tmp_path)
     assert "shufflenet_v2_x0_5+softmin, onnx: it cannot be" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 One picture at a time. The networks of a backbone take turns go by go, in an order that is drawn anew each round, in a
 process of its own that has no other work; a ratio is taken within a round, so that a slow moment of the machine meets
-both. The plain network is there twice: what its second copy is said to cost is the error of the measurement.
+both. The plain network is there twice, as copies of one program differ by where they lie in memory: the others are
+compared with the mean of both, and how far these are from it is the error of the measurement.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
@@ -53,7 +55,7 @@ def run(
     for backbone in backbones:
         for spec in specs:
             cost_of(backbone, spec)  # a word that does not suit is told now
-    for module in ("onnxruntime", "onnxscript", "executorch.runtime"):
+    for module in ("onnx", "onnxscript", "onnxruntime", "executorch.runtime"):
         needed(module)
     ways = list(product(backbones, ENDINGS, ("float32", "int8")))
     store = Store(results / "bench.jsonl")
@@ -90,9 +92,10 @@ def _measure(
         }
         for threads in THREADS:
             told(f"time with {threads} thread{'s' if threads > 1 else ''}")
-            seconds = _apart("time", [one.path for one in made.values()], threads, rounds)
-            for spec, own in zip(made, seconds, strict=True):
-                found[spec][str(threads)] = _compared(own, seconds[0])
+            seconds = dict(zip(made, _apart("time", [one.path for one in made.values()], threads, rounds), strict=True))
+            base = [(one + other) / 2 for one, other in zip(seconds[PLAIN], seconds[AGAIN], strict=True)]
+            for spec, own in seconds.items():
+                found[spec][str(threads)] = _compared(own, base)
     return found
 
 
@@ -106,17 +109,18 @@ def _rounded(found: Median) -> list[float]:
 
 def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
     table = Table(
+        box=SIMPLE_HEAD,
         title=f"{title}, one picture at a time",
-        caption=f"median over {rounds} rounds, and its 95% interval, relative to the plain network",
+        caption=f"median over {rounds} rounds, and {'its 95% interval' if rounds > 8 else 'the range'}",
     )
     table.add_column("spec")
-    for name in ("ms, 1 thread", "ratio", "ms, 2 threads", "ratio", "file, MB", "memory, MB"):
+    for name in ("1 thread, ms", "more, %", "2 threads, ms", "more, %", "file, MB", "memory, MB"):
         table.add_column(name, justify="right")
     for spec, found in metrics.items():
         cells = [{PLAIN: "plain", AGAIN: "plain, again"}.get(spec, spec)]
         for threads in map(str, THREADS):
-            value, low, high = found[threads]["ratio"]
-            cells += [f"{1e3 * found[threads]['seconds'][0]:.2f}", f"{value:.3f} [{low:.3f}, {high:.3f}]"]
+            value, low, high = (100 * ratio - 100 for ratio in found[threads]["ratio"])
+            cells += [f"{1e3 * found[threads]['seconds'][0]:.2f}", f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"]
         memory = found["memory"]
         table.add_row(*cells, f"{found['bytes'] / 1e6:.2f}", f"{memory / 1e6:.1f}" if memory else "–")
     return table

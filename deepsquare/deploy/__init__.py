@@ -1,6 +1,6 @@
 """From a checkpoint to a file that runs without PyTorch: folded, exported, quantised, with proof of parity."""
 
-from deepsquare.deploy.export import Export, export
+from deepsquare.deploy.export import Export, ExportError, export
 from deepsquare.deploy.program import Program, open_program
 
-__all__ = ["Export", "Program", "export", "open_program"]
+__all__ = ["Export", "ExportError", "Program", "export", "open_program"]

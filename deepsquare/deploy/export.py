@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare._files import replacing
+from deepsquare._files import clear, make_writable, replacing
 from deepsquare.checkpoint import Pictures
 from deepsquare.deploy.forms import graph_form, xnnpack_form
 from deepsquare.deploy.program import KEY, Description, Runtime, needed, open_program, runtime_of
@@ -28,6 +28,10 @@ TOLERANCE = 1e-4  # of the largest logit, in float32
 SOME = 8  # pictures for the proof, if none are given
 AT_ONCE = 64  # pictures
 logger = logging.getLogger("deepsquare")
+
+
+class ExportError(ValueError):
+    """A model that a format cannot hold, or that says something else there."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,24 @@ def export(
     path = Path(path)
     runtime = runtime_of(path)
     if any_size and runtime != "onnx":
-        raise ValueError("any_size is for ONNX; XNNPACK's memory is planned for one size: export a file for each")
+        raise ValueError("any size is for ONNX; XNNPACK's memory is planned for one size: export a file for each")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give a file in it")
+    make_writable(path.parent)
+    clear(path)
     model = copy.deepcopy(model).eval().float().cpu()
     if images is None:
         shape = (SOME, 3, pictures.size, pictures.size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    images = _finite(model, images)
+    images = _finite(model, _checked("images", images, pictures))
     expected = _exact(model, images)
+    if pictures.classes and len(pictures.classes) != expected.shape[1]:
+        names = len(pictures.classes)
+        raise ValueError(f"pictures names {names} classes; expected {expected.shape[1]}, as the model tells apart")
+    if len(images) > 1 and float(expected.std(0).max()) <= TOLERANCE * float(expected.abs().max()):
+        logger.warning("the model says the same of every picture, so that parity proves little; export a trained one")
     if calibration is not None:
-        calibration = _finite(model, calibration)
+        calibration = _finite(model, _checked("calibration", calibration, pictures))
     present, precision = equipment(model), "float32" if calibration is None else "int8"
     origin = getattr(model, "deepsquare_origin", None)
     described = Description(origin and origin.name, present.spec if present else "", precision, pictures)
@@ -107,19 +120,30 @@ def export(
             named.replace(temporary)
         finally:
             named.unlink(missing_ok=True)
-        difference = float((said - expected).abs().max() / expected.abs().max())
+        difference = float((said - expected).abs().max() / expected.abs().max().clamp(min=torch.finfo().tiny))
         agreement = float((said.argmax(1) == expected.argmax(1)).float().mean())
         if calibration is None and not difference <= TOLERANCE:
-            raise ValueError(
+            raise ExportError(
                 f"the exported model differs by {difference:.1e} of the largest logit; expected at most "
                 f"{TOLERANCE:.0e}. Nothing was written"
             )
     return Export(path, runtime, precision, path.stat().st_size, difference, agreement, len(images), outside)
 
 
+def _checked(name: str, images: Tensor, pictures: Pictures) -> Tensor:
+    size = pictures.size
+    if images.dtype != torch.float32 or images.ndim != 4 or images.shape[1:] != (3, size, size) or not len(images):
+        given = f"{tuple(images.shape)} {str(images.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{name} is {given}; expected (N, 3, {size}, {size}) float32, as pictures says")
+    return images
+
+
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
     with torch.inference_mode():
-        return torch.cat([model(part) for part in torch.split(images, AT_ONCE)])
+        parts = [model(part) for part in torch.split(images, AT_ONCE)]
+    if not isinstance(parts[0], Tensor) or parts[0].ndim != 2:
+        raise ValueError("the model's output is no tensor (N, K) of logits; expected a classifier")
+    return torch.cat(parts)
 
 
 def _finite(model: nn.Module, images: Tensor) -> Tensor:
@@ -185,7 +209,7 @@ def _outside(program: torch.export.ExportedProgram) -> dict[str, int]:
     for node in program.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
         if node.op == "call_function" and name not in ("getitem", "executorch_call_delegate"):
-            names.append(name.removeprefix("aten.").partition(".")[0])
+            names.append(name.split(".")[-2] if "." in name else name)
     return dict(Counter(names).most_common())
 
 
@@ -194,10 +218,10 @@ def _told(format_name: str, described: Description) -> Iterator[None]:
     """An exporter's error as one of ours."""
     try:
         yield
-    except (torch.onnx.errors.OnnxExporterError, RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        cause = next(line for line in reversed(str(error.__cause__ or error).splitlines()) if line.strip())
+    except Exception as error:  # of whichever class: each part of an exporter has its own
+        cause = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), repr(error))
         what = f"{described.name or 'this model'}{' with ' + described.spec if described.spec else ''}"
-        raise ValueError(f"{what} cannot be written for {format_name}: {cause.strip()}") from error
+        raise ExportError(f"{what} cannot be written for {format_name}: {cause.strip()}") from error
 
 
 @contextlib.contextmanager

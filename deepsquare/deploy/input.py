@@ -19,15 +19,18 @@ from deepsquare.data.pictures.views import EvalView, centre_box
 COMPARED, CALIBRATING = 64, 512  # pictures that an export is proved on, and that int8 takes its ranges from
 
 
-def read_pictures_of(files: Sequence[Path], pictures: Pictures) -> Tensor:
-    """(N, 3, S, S) float32: the centre of each picture, normalised as the model was trained."""
+def read_pictures_of(files: Sequence[Path], pictures: Pictures, upright: bool = False) -> Tensor:
+    """(N, 3, S, S) float32: the centre of each picture, normalised as the model was trained.
+
+    ``upright`` follows the rotation that a camera has noted; training and evaluation do not.
+    """
     shown = np.empty((len(files), pictures.size, pictures.size, 3), np.uint8)
     planned = partial(centre_box, EvalView(pictures.size, pictures.resize))
     for file, out in zip(files, shown, strict=True):
         if not file.is_file():
-            raise FileNotFoundError(f"no picture {file}")
+            raise FileNotFoundError(f"{file} is a folder; give pictures" if file.is_dir() else f"no picture {file}")
         try:
-            draw(file.read_bytes(), planned, out)
+            draw(file.read_bytes(), planned, out, upright)
         except DamagedError as error:
             raise ValueError(f"{file} cannot be read as a picture; expected one of {', '.join(FORMATS)}") from error
     mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (pictures.mean, pictures.std))
@@ -42,3 +45,10 @@ def sample(folder: Path, count: int) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} has no pictures in it, at any depth")
     return [found[place * len(found) // count] for place in range(count)] if len(found) > count else found
+
+
+def apart(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures to calibrate with, and every ninth to compare on; a single one does both."""
+    places = torch.arange(len(images))
+    compared = places % (1 + CALIBRATING // COMPARED) == 0
+    return images[~compared] if len(images) > 1 else images, images[compared]

@@ -63,9 +63,19 @@ class Program(ABC):
     """Pictures as the description says, (N, 3, H, W) float32 → logits (N, K)."""
 
     description: Description
+    shape: tuple[int | str, ...]  # of the input; words stand for any number
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """As many pictures as there are."""
+        given, expected = tuple(images.shape), self.shape[1:]
+        fits = len(given) == 4 and all(isinstance(e, str) or g == e for g, e in zip(given[1:], expected, strict=True))
+        if images.dtype != torch.float32 or not fits or not len(images):
+            kind = str(images.dtype).removeprefix("torch.")
+            raise ValueError(f"images is {given} {kind}; expected (N, {', '.join(map(str, expected))}) float32")
+        return self._run(images.detach().cpu().contiguous())
 
     @abstractmethod
-    def __call__(self, images: Tensor) -> Tensor: ...  # noqa: D102
+    def _run(self, images: Tensor) -> Tensor: ...
 
 
 class OnnxProgram(Program):
@@ -82,10 +92,10 @@ class OnnxProgram(Program):
             reason = str(error).strip().splitlines()[-1]
             raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
         self.description = Description.loads(self.session.get_modelmeta().custom_metadata_map.get(KEY), path)
-        self._input = self.session.get_inputs()[0].name
+        (read,) = self.session.get_inputs()
+        self._input, self.shape = read.name, tuple(read.shape)
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """As many pictures at once as there are."""
+    def _run(self, images: Tensor) -> Tensor:
         (said,) = self.session.run(None, {self._input: images.numpy()})
         return torch.from_numpy(said)
 
@@ -104,14 +114,15 @@ class ExecuTorchProgram(Program):
             raise ValueError(f"{path} is no complete ExecuTorch program ({error}); export it again") from error
         text = self._program.load_method(KEY).execute([])[0] if KEY in names else None
         self.description = Description.loads(text, path)
-        self.batch = self._forward.metadata.input_tensor_meta(0).sizes()[0]
+        self.shape = tuple(self._forward.metadata.input_tensor_meta(0).sizes())
+        self.batch = int(self.shape[0])
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def _run(self, images: Tensor) -> Tensor:
         """In parts of the file's own number; the last is filled up."""
         said = []
         for part in torch.split(images, self.batch):
             filled = torch.cat((part, part[:1].expand(self.batch - len(part), *part.shape[1:])))
-            said.append(self._forward.execute([filled.contiguous()])[0][: len(part)].clone())
+            said.append(self._forward.execute([filled])[0][: len(part)].clone())
         return torch.cat(said)
 
 
@@ -139,7 +150,7 @@ def share_threads(runtime: Runtime, threads: int) -> None:
 def runtime_of(path: Path) -> Runtime:
     """The runtime of a file, by its ending."""
     for runtime, ending in ENDINGS.items():
-        if path.suffix == ending:
+        if path.suffix.lower() == ending:
             return runtime
     endings = " or ".join(f"{ending} for {runtime}" for runtime, ending in ENDINGS.items())
     raise ValueError(f"the file is {path}; expected the ending {endings}")
@@ -151,7 +162,8 @@ def needed(module: str) -> Any:
         with _quiet():
             return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"this needs {module.partition('.')[0]}, which is not installed: {EXTRA}") from error
+        missing = (error.name or module).partition(".")[0]
+        raise ValueError(f"this needs {missing}, which is not installed: {EXTRA}") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ pictures; the accuracy is of all validation pictures.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,14 +26,15 @@ from deepsquare.deploy.program import ENDINGS
 from deepsquare.results import Row, Store, key
 
 AT_ONCE = 100  # pictures
+NAME = re.compile(r"([^.].*)-seed(\d+)")  # of a trained network's file
 
 
 def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
     """Export every trained proxy four ways, evaluate each and add the rows to ``deploy.jsonl``."""
-    trained = sorted((results / ".runs").glob("*-seed*.safetensors"))
-    chosen = [file for file in trained if not rows or file.stem.rpartition("-seed")[0] in rows]
-    if not chosen:
-        given = f" of {', '.join(rows)}" if rows else ""
+    trained = sorted(file for file in (results / ".runs").glob("*.safetensors") if NAME.fullmatch(file.stem))
+    missing = set(rows) - {_name(file)[0] for file in trained}
+    if missing or not trained:
+        given = f" of {', '.join(sorted(missing))}" if missing else ""
         raise FileNotFoundError(f"{results / '.runs'} holds no network{given}; first deepsquare reproduce proxy")
     store = Store(results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
@@ -40,8 +42,10 @@ def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/
     if not isinstance(val, FolderSource):
         raise ValueError(f"{data} has shards; give one with class folders")
     files, learnt = [Path(val.name(index)) for index in range(len(val))], sample(data / "train", CALIBRATING)
-    for file in chosen:
-        name, _, seed = file.stem.rpartition("-seed")
+    for file in trained:
+        name, seed = _name(file)
+        if rows and name not in rows:
+            continue
         pictures = read_pictures(file)
         if pictures is None:
             print(f"{file.name} does not say what it was shown, and is left out")
@@ -51,15 +55,21 @@ def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/
                 "runtime": runtime, "precision": precision, "calibration": len(learnt) if precision == "int8" else 0,
                 "pictures": len(files), "size": pictures.size,
             }  # fmt: skip
-            if key("int8", name, int(seed), described) in done:
+            if key("int8", name, seed, described) in done:
                 continue
             start = time.perf_counter()
             shown, calibration = (read_pictures_of(some, pictures) for some in (files, learnt))
             ranges = calibration if precision == "int8" else None
-            metrics = _measure(load(file), pictures, ENDINGS[runtime], shown, val.labels, calibration, ranges)
+            metrics = _measure(load(file), pictures, ENDINGS[runtime], shown, val.labels, ranges)
             seconds = round(time.perf_counter() - start, 1)
-            store.append(Row("int8", name, int(seed), described, metrics, seconds))
+            store.append(Row("int8", name, seed, described, metrics, seconds))
             print(f"{name}, seed {seed}, {runtime}, {precision}: {metrics['accuracy']:.2%}", flush=True)
+
+
+def _name(file: Path) -> tuple[str, int]:
+    found = NAME.fullmatch(file.stem)
+    assert found is not None
+    return found[1], int(found[2])
 
 
 def _measure(
@@ -68,12 +78,11 @@ def _measure(
     ending: str,
     shown: Tensor,
     labels: Tensor,
-    compared: Tensor,
     calibration: Tensor | None,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / f"model{ending}"
-        made = export(model, place, pictures, images=compared[:COMPARED], calibration=calibration)
+        made = export(model, place, pictures, images=shown[:: max(1, len(shown) // COMPARED)], calibration=calibration)
         program = open_program(place)
         said = torch.cat([program(part) for part in torch.split(shown, AT_ONCE)])
     finite = said.isfinite().all(1)

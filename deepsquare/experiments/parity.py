@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from deepsquare._files import make_writable
 from deepsquare.checkpoint import Pictures
-from deepsquare.deploy import export
-from deepsquare.deploy.program import ENDINGS, Runtime
+from deepsquare.deploy import ExportError, export
+from deepsquare.deploy.program import ENDINGS, Runtime, needed
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store, key
 
@@ -38,6 +38,8 @@ def run_parity(*, rows: Sequence[str] = (), results: Path = Path("out/results"))
     """Export each model with each spec for each runtime, and add a row to ``deploy.jsonl`` for each."""
     if wrong := set(rows) - {*MODELS}:
         raise ValueError(f"rows are models here; {', '.join(sorted(wrong))} is none of {', '.join(MODELS)}")
+    for module in ("onnx", "onnxscript", "onnxruntime", "executorch.runtime"):
+        needed(module)
     make_writable(results)
     store = Store(results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
@@ -60,7 +62,7 @@ def _metrics(name: str, spec: str, runtime: Runtime) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             made = export(model, Path(folder) / f"model{ENDINGS[runtime]}", Pictures((), SIDE), images=images)
-        except ValueError as error:
+        except ExportError as error:
             return {"refused": str(error)}
     return {
         "refused": None, "difference": made.difference, "agreement": made.agreement, "bytes": made.size,

@@ -139,7 +139,7 @@ def latencies(ways: Sequence[Timed]) -> list[tuple[str, Markup]]:
 
 
 def _latency(way: Timed, low: float, high: float) -> Markup:
-    specs = {spec: found for spec, found in way.specs.items() if spec}
+    specs = way.specs
     height = TOP + LINE * len(specs) + BOTTOM
 
     def x(ratio: float) -> float:

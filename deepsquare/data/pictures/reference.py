@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from deepsquare import _torchvision  # noqa: F401  # before torchvision
 from deepsquare.data.pictures.views import Plan
@@ -24,11 +24,11 @@ class DamagedError(ValueError):
     """A picture that cannot be decoded."""
 
 
-def draw(data: bytes, planned: Planner, out: Pixels) -> None:
+def draw(data: bytes, planned: Planner, out: Pixels, upright: bool = False) -> None:
     """Decode a picture and write what is planned for its size into ``out``."""
     from torchvision.transforms.v2 import functional as F
 
-    image = open_picture(data)
+    image = open_picture(data, upright)
     box, (width, height), (left, top) = planned(*image.size)
     image = F.resized_crop(image, box.top, box.left, box.height, box.width, [height, width])
     if image.size != out.shape[1::-1]:
@@ -36,12 +36,16 @@ def draw(data: bytes, planned: Planner, out: Pixels) -> None:
     out[...] = np.asarray(F.horizontal_flip(image) if box.flip else image)
 
 
-def open_picture(data: bytes) -> Image.Image:
-    """The whole picture as RGB; its EXIF rotation is not followed, as ImageFolder does not."""
+def open_picture(data: bytes, upright: bool = False) -> Image.Image:
+    """The whole picture as RGB; its EXIF rotation is followed if ``upright``, which ImageFolder does not."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > PIXELS:
                 raise DamagedError(f"{image.width} × {image.height} pixels; expected at most {PIXELS:,}")
+            if upright:
+                ImageOps.exif_transpose(image, in_place=True)
+            if image.mode.startswith("I;16"):  # Pillow would clip it
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
     # What Pillow's readers raise on damaged files.
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error) as error:
