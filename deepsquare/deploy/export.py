@@ -226,8 +226,8 @@ def _told(format_name: str, described: Description) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Exporters print progress, and warn of what is theirs."""
-    before = logging.root.manager.disable
+    """Exporters print progress, warn of what is theirs, and change how the process logs."""
+    before, handlers = logging.root.manager.disable, logging.root.handlers[:]
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -235,3 +235,4 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+        logging.root.handlers[:] = handlers

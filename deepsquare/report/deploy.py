@@ -17,13 +17,13 @@ from deepsquare.results import Row
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, LINE = 320, 128, 10, 6, 36, 19
 RUNTIMES = {"onnx": "onnxruntime", "executorch": "ExecuTorch"}
+PLAIN = {"": "plain", "again": "plain, again"}
 MARGIN = 0.01  # that a ratio's axis has at its ends
 
 
 def title(spec: str) -> str:
     """What a network has, for a reader."""
-    plain = {"": "plain", "again": "plain, again"}
-    return plain.get(spec) or " & ".join(NAMES.get(word, word) for word in spec.split("+"))
+    return PLAIN.get(spec) or " & ".join(NAMES.get(word, word) for word in spec.split("+"))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _latency(way: Timed, low: float, high: float) -> Markup:
     )
     for place, (spec, found) in enumerate(specs.items()):
         middle = TOP + LINE * (place + 0.5)
-        text(svg, title(spec), x=LEFT - 6, y=middle + 4, text_anchor="end", class_="name")
+        text(svg, PLAIN.get(spec, spec), x=LEFT - 6, y=middle + 4, text_anchor="end", class_="name")
         for lane, threads in enumerate(way.threads):
             (value, lowest, highest), at = found[threads]["ratio"], middle + 6 * (lane - (len(way.threads) - 1) / 2)
             style = f"s{lane}"
