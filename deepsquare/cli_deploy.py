@@ -65,8 +65,8 @@ def export_command(
     kind = ("random input" if images is None else "picture") + ("s" if made.pictures > 1 else "")
     print(f"{made.path.resolve()}: {made.size / 1e6:.1f} MB for {to}, {made.precision}")
     print(
-        f"On {made.pictures} {kind} it differs from the model by {made.difference:.1e} of the largest logit; the first "
-        f"answer is the same for {made.agreement:.1%}."
+        f"On {made.pictures} {kind} it differs from the model by {made.difference:.1e} of the largest logit (PyTorch's "
+        f"own float32: {made.rounding:.1e}); the first answer is the same for {made.agreement:.1%}."
     )
     if to == "executorch":
         outside = ", ".join(f"{count} × {name}" for name, count in made.outside.items())

@@ -7,6 +7,7 @@ Scale-Proportion an addition and a division.
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import Any
 
@@ -18,15 +19,19 @@ from deepsquare.surgery import fold
 from deepsquare.surgery.folding import replace
 
 
-def graph_form(model: nn.Module, images: Tensor) -> nn.Module:
-    """A copy of ``model``, which is in eval mode, to be exported; it is shown ``images`` once."""
-    folded = fold(model)
+def graph_form(model: nn.Module, images: Tensor, flat: bool = False) -> nn.Module:
+    """A copy of ``model``, which is in eval mode, to be exported; it is shown ``images`` once.
+
+    ``flat`` is for onnxruntime and an input of one size. It keeps maps in blocks of channels, squares them there and
+    then reorders both the map and its square; of a flattened map only the map.
+    """
+    folded = fold(model, input_shape=images.shape[1:])
     for module in list(folded.modules()):
-        form = _form(module)
+        form = _form(module, flat)
         if form is not None:
             replace(folded, module, form)
     hooks = [
-        module.register_forward_pre_hook(Excitation.widen)
+        module.register_forward_pre_hook(Excitation.fit)
         for module in folded.modules()
         if isinstance(module, Excitation)
     ]
@@ -85,20 +90,32 @@ class Excitation(nn.Module):
     """Square-Excitation with α² known."""
 
     offset: Tensor
+    sides: tuple[int, ...]  # of a map that is flattened
 
-    def __init__(self, offset: Tensor) -> None:
+    def __init__(self, offset: Tensor, flat: bool = False) -> None:
         super().__init__()
         self.register_buffer("offset", offset)
+        self.flat, self.sides = flat, ()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, spatial…) to the same shape."""
+        if not self.sides:
+            return self._excite(x)
+        channels = self.offset.shape[1]
+        excited = self._excite(x.reshape(-1, channels, math.prod(self.sides)))
+        return excited.reshape(-1, channels, *self.sides)
+
+    def _excite(self, x: Tensor) -> Tensor:
         g = _mean_square(x)
         return x * (g / (g + self.offset))
 
-    def widen(self, inputs: tuple[Tensor]) -> None:
-        """Store α² for every channel: onnxruntime is slow at adding one number to a hundred."""
+    def fit(self, inputs: tuple[Tensor]) -> None:
+        """Store α² for every channel, as onnxruntime is slow at adding one number to a hundred, and the map's sides."""
         (x,) = inputs
-        self.offset = self.offset.expand(1, x.shape[1], *[1] * (x.ndim - 2)).clone()
+        spatial = 1 if self.flat else x.ndim - 2
+        self.offset = self.offset.expand(1, x.shape[1], *[1] * spatial).clone()
+        if self.flat:
+            self.sides = tuple(x.shape[2:])
 
 
 class Softmin(nn.Module):
@@ -118,13 +135,13 @@ class Softmin(nn.Module):
         return squared * self.factor.reshape(-1, *[1] * (x.ndim - 2))
 
 
-def _form(module: nn.Module) -> nn.Module | None:
+def _form(module: nn.Module, flat: bool) -> nn.Module | None:
     if type(module) is SquarePooling:
         return Pooling(module.keepdim)
     if type(module) is SquareExcitation:
         offset = module.alpha.detach().square()
         smallest = torch.finfo(offset.dtype).tiny
-        return Excitation(offset) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
+        return Excitation(offset, flat) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
     if type(module) is SquareSoftmin:
         scale = module.scale
         if scale is None and module.sign == -1:

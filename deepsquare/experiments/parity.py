@@ -65,8 +65,8 @@ def _metrics(name: str, spec: str, runtime: Runtime) -> dict[str, object]:
         except ExportError as error:
             return {"refused": str(error)}
     return {
-        "refused": None, "difference": made.difference, "agreement": made.agreement, "bytes": made.size,
-        "outside": made.outside, "squares_outside": made.squares_outside,
+        "refused": None, "difference": made.difference, "rounding": made.rounding, "agreement": made.agreement,
+        "bytes": made.size, "outside": made.outside, "squares_outside": made.squares_outside,
     }  # fmt: skip
 
 

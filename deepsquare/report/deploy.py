@@ -32,6 +32,7 @@ class Parity:
 
     name: str
     specs: int
+    rounding: float | None  # the largest of PyTorch's own float32
     difference: Mapping[str, float]  # by runtime
     agreement: Mapping[str, float]  # the least
     squares_outside: int
@@ -84,6 +85,7 @@ def parities(rows: Sequence[Row]) -> list[Parity]:
             Parity(
                 name,
                 len({row.row for row in mine}),
+                max((row.metrics["rounding"] for row in made), default=None),
                 {kind: max(m["difference"] for m in own) for kind, own in by_runtime.items() if own},
                 {kind: min(m["agreement"] for m in own) for kind, own in by_runtime.items() if own},
                 sum(row.metrics["squares_outside"] for row in made),
