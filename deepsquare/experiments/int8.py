@@ -35,7 +35,10 @@ def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/
     missing = set(rows) - {_name(file)[0] for file in trained}
     if missing or not trained:
         given = f" of {', '.join(sorted(missing))}" if missing else ""
-        raise FileNotFoundError(f"{results / '.runs'} holds no network{given}; first deepsquare reproduce proxy")
+        raise FileNotFoundError(
+            f"{results / '.runs'} holds no network{given}; first deepsquare reproduce proxy, with a new folder as "
+            "--results where rows came from another machine"
+        )
     store = Store(results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
     val = open_source(data, "val")

@@ -83,7 +83,10 @@ class OnPictures:
         continued = run.schedule.endswith("continued")
         if continued:
             if not base.exists():
-                raise FileNotFoundError(f"{base} is missing, which the run of {run.model} from the start leaves behind")
+                raise FileNotFoundError(
+                    f"{base} is missing, which the run of {run.model} from the start leaves behind; where its row came "
+                    "from another machine, train it here: give a new folder as --results"
+                )
             load_weights(parts.learner.model, base)  # the squares' own start values stay
         torch.manual_seed(run.seed)
         row = row_of(run, parts.learner, parts.batches, parts.evaluation, checkpoint, report)
