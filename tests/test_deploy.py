@@ -20,7 +20,7 @@ from deepsquare.deploy import ExportError, export, open_program
 from deepsquare.deploy.forms import Excitation
 from deepsquare.deploy.input import apart, read_pictures_of, sample
 from deepsquare.deploy.quantise import quantise_program
-from deepsquare.experiments import parity
+from deepsquare.experiments import int8, parity
 from deepsquare.experiments.parity import calibrated
 from deepsquare.results import Store
 
@@ -340,3 +340,31 @@ def test_parity_goes_on_where_it_stopped(
     monkeypatch.setattr(parity, "SPECS", ("softmin",))
     parity.run_parity(results=tmp_path)
     assert "shufflenet_v2_x0_5+softmin, onnx: it cannot be" in capsys.readouterr().out
+
+
+def test_int8_of_the_proxies_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(int8, "ENDINGS", {"onnx": ".onnx"})
+    data = make_pictures(tmp_path / "data", train=8, val=4, side=40)
+    with pytest.raises(FileNotFoundError, match=r"holds no network; first deepsquare reproduce proxy"):
+        int8.run_int8(data, results=tmp_path)
+    torch.manual_seed(0)
+    model = calibrated(ds.create_model("vanilla_cnn", "pooling", num_classes=3), torch.randn(8, 3, 32, 32))
+    shown = Pictures(PICTURES.classes, 32, 36)
+    ds.checkpoint.save(model, tmp_path / ".runs" / "vanilla_cnn+pooling-seed4.safetensors", shown)
+    with pytest.raises(FileNotFoundError, match="holds no network of vanilla_cnn; "):
+        int8.run_int8(data, rows=["vanilla_cnn"], results=tmp_path)
+    int8.run_int8(data, results=tmp_path)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    plain, quantised = Store(tmp_path / "deploy.jsonl").rows()
+    assert (plain.row, plain.seed, plain.recipe["precision"]) == ("vanilla_cnn+pooling", 4, "float32")
+    assert (quantised.recipe["precision"], quantised.recipe["calibration"]) == ("int8", 24)
+    files = [(label, file) for label, name in enumerate(shown.classes) for file in (data / "val" / name).iterdir()]
+    with torch.inference_mode():
+        said = model(read_pictures_of([file for _, file in files], shown)).argmax(1)
+    assert plain.metrics["accuracy"] == pytest.approx(sum(a == b for a, (b, _) in zip(said, files, strict=True)) / 12)
+    assert quantised.metrics["bytes"] < plain.metrics["bytes"]
+    assert quantised.metrics["difference"] > plain.metrics["difference"]
+    int8.run_int8(data, results=tmp_path)
+    assert capsys.readouterr().out == ""

@@ -44,3 +44,7 @@ def test_a_trained_network_is_continued_with_and_without_a_module(tmp_path: Path
         row = trained(run, data, tmp_path / f"{run.row}.pt")
         assert row.recipe["schedule"] == "96 px, continued"
         assert 0 <= row.metrics["accuracy"] <= 1
+    kept = {file.name for file in tmp_path.glob("*.safetensors")}
+    assert kept == {
+        f"shufflenet_v2_x0_5{name}-seed0.safetensors" for name in ("", "-continued", "+pooling-continued")
+    }  # fmt: skip

@@ -63,7 +63,11 @@ def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/
             start = time.perf_counter()
             shown, calibration = (read_pictures_of(some, pictures) for some in (files, learnt))
             ranges = calibration if precision == "int8" else None
-            metrics = _measure(load(file), pictures, ENDINGS[runtime], shown, val.labels, ranges)
+            try:
+                metrics = _measure(load(file), pictures, ENDINGS[runtime], shown, val.labels, ranges)
+            except ValueError as error:  # of a network that diverged, for one
+                print(f"{name}, seed {seed}, {runtime}, {precision}: left out: {error}", flush=True)
+                continue
             seconds = round(time.perf_counter() - start, 1)
             store.append(Row("int8", name, seed, described, metrics, seconds))
             print(f"{name}, seed {seed}, {runtime}, {precision}: {metrics['accuracy']:.2%}", flush=True)

@@ -79,8 +79,11 @@ class OnPictures:
         recipe, settings = run.recipe, Settings(loading=Loading("fast"))
         assert isinstance(recipe, ImageNetRecipe)
         parts = assemble(recipe, self.data, run.seed, settings)
-        base, own = (checkpoint.parent / f"{name}-seed{run.seed}.safetensors" for name in (run.model, run.row))
         continued = run.schedule.endswith("continued")
+        base, own = (
+            checkpoint.parent / f"{name}-seed{run.seed}.safetensors"
+            for name in (run.model, f"{run.row}-continued" if continued else run.row)
+        )
         if continued:
             if not base.exists():
                 raise FileNotFoundError(
@@ -90,8 +93,7 @@ class OnPictures:
             load_weights(parts.learner.model, base)  # the squares' own start values stay
         torch.manual_seed(run.seed)
         row = row_of(run, parts.learner, parts.batches, parts.evaluation, checkpoint, report)
-        if not continued:
-            save(parts.learner.model, own, parts.pictures)
+        save(parts.learner.model, own, parts.pictures)
         return row
 
 
