@@ -154,9 +154,10 @@ def _fixed_conditions() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    capability = torch.backends.cpu.get_cpu_capability()  # AVX2, AVX512 …: names of virtual processors hide it
     return {
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "deepsquare": version},
-        "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs",
+        "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs, {capability}",
         "commit": _commit(),
     }
 

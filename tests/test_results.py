@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepsquare.results import Row, Store, conditions
 
@@ -23,7 +24,7 @@ def test_rows_come_back_with_their_conditions(tmp_path: Path) -> None:
     first, second = store.rows()
     assert (first.seed, first.metrics, first.seconds) == (0, {"accuracy": 0.5}, 1.5)
     assert second.metrics == {"curve": [0.1, 0.2]}
-    assert first.hardware.endswith("CPUs")
+    assert first.hardware.endswith(f" CPUs, {torch.backends.cpu.get_cpu_capability()}")
     assert first.versions["torch"]
     assert first.date.startswith("20")
     assert set(conditions()) == {"versions", "hardware", "commit", "date"}
