@@ -25,7 +25,7 @@ from deepsquare.training.recipe import Recipe
 from deepsquare.training.team import ALONE, Team
 
 logger = logging.getLogger("deepsquare")
-PATIENCE = 3  # epochs in a row that may be no better than a guess, before a run counts as diverged
+PATIENCE = 3  # epochs in a row after the warm-up that may be no better than a guess, before a run counts as diverged
 Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
@@ -125,7 +125,8 @@ def fit(
     With a ``checkpoint`` path every epoch is kept there, and within an epoch every ``keep_every`` seconds. A run of the
     same ``identity`` goes on from it: on one machine with the same number of threads it ends with the same weights as
     one that was not stopped. When ``stop`` says yes after a step, a checkpoint is written and StoppedError raised.
-    A loss no better than a guess over some epochs is divergence; with ``judge_end``, at the end so is one.
+    A loss no better than a guess over some epochs after the warm-up is divergence; with ``judge_end``, at the end so is
+    one.
     """
     if not len(batches):
         raise ValueError("an epoch has no batches; expected at least one: a smaller batch, or more data")
@@ -163,7 +164,7 @@ def fit(
                     keep()
                 if asked:
                     raise StoppedError(f"stopped after step {tally.steps} of {count} in epoch {epoch + 1}")
-        losing = losing + 1 if tally.mean_loss >= math.log(tally.classes) else 0
+        losing = losing + 1 if epoch >= recipe.warmup and tally.mean_loss >= math.log(tally.classes) else 0
         _conclude(learner, evaluation, history, tally)
         if losing >= PATIENCE or (judge_end and losing and history.epochs == recipe.epochs):
             guess = math.log(tally.classes)
