@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import warnings
 from collections import OrderedDict
@@ -55,18 +56,27 @@ class Pictures:
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.classes, tuple) and all(isinstance(name, str) for name in self.classes)):
+            raise ValueError(f"classes is {self.classes!r}; expected a tuple of names")
+        if not 0 < self.size <= self.resize:
+            raise ValueError(f"size is {self.size} and resize {self.resize}; expected a centre within the shorter side")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) != 3 or not all(math.isfinite(value) for value in values):
+                raise ValueError(f"{name} is {values}; expected three numbers, for red, green and blue")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {self.std}; expected numbers above 0")
+
     @classmethod
     def read(cls, stored: dict[str, Any], path: PathLike) -> Pictures:
         """From a header; a clear word if it is damaged."""
         try:
-            classes, size, resize = (stored[key] for key in ("classes", "size", "resize"))
             mean, std = (tuple(float(value) for value in stored[key]) for key in ("mean", "std"))
-            sound = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-            if not (sound and 0 < int(size) <= int(resize) and len(mean) == len(std)):
-                raise ValueError
+            return cls(tuple(stored["classes"]), int(stored["size"]), int(stored["resize"]), mean, std)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the header of {path} has no valid 'pictures'; fetch or save the file again") from error
-        return cls(tuple(classes), int(size), int(resize), mean, std)
+            reason = f"the header of {path} has no valid 'pictures' ({error}); fetch or save the file again"
+            raise ValueError(reason) from error
 
 
 def save(model: nn.Module, path: PathLike, pictures: Pictures | None = None) -> None:

@@ -8,13 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 from torch import nn
 
 from deepsquare.checkpoint import Pictures, load, read_header, read_pictures
 from deepsquare.cli_training import model_file
 from deepsquare.deploy import export, open_program
+from deepsquare.deploy.export import logits_of
 from deepsquare.deploy.input import CALIBRATING, COMPARED, apart, read_pictures_of, sample
 from deepsquare.deploy.program import ENDINGS, Runtime
 
@@ -96,12 +96,15 @@ def predict_command(
         logits = program(read_pictures_of(images, shown, upright=True))
     else:
         network, shown = _opened(model_file(model))
-        with torch.inference_mode():
-            logits = network.eval()(read_pictures_of(images, shown, upright=True))
+        logits = logits_of(network.eval().float(), read_pictures_of(images, shown, upright=True))
+    if lost := [str(file) for file, own in zip(images, logits, strict=True) if own.isnan().any()]:
+        raise ValueError(f"{model} has no answer for {', '.join(lost)}: its logits are not numbers; train it further")
     chances = logits.float().softmax(1)
     names = shown.classes or tuple(f"class {number}" for number in range(chances.shape[1]))
     if len(names) != chances.shape[1]:
-        raise ValueError(f"{model} names {len(names)} classes and tells {chances.shape[1]} apart; export it again")
+        raise ValueError(
+            f"{model} names {len(names)} classes and tells {chances.shape[1]} apart; save it again with both"
+        )
     best = chances.topk(min(SHOWN, len(names)))
     answers = [
         [(names[place], round(chance, 6)) for chance, place in zip(values, places, strict=True)]

@@ -8,6 +8,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from deepsquare.checkpoint import Pictures, load, read_pictures
 from deepsquare.data.pictures.source import open_source
 from deepsquare.data.pictures.views import EvalView
+from deepsquare.deploy.program import ENDINGS
 from deepsquare.experiments.imagenet import MACHINES, RECIPES, hours, named_recipe
 from deepsquare.experiments.training_run import CHECKPOINT, MODEL, Settings, train
 from deepsquare.training import ImageNetRecipe, StoppedError, evaluate, join
@@ -167,10 +169,16 @@ def evaluation_command(
     checkpoint = model_file(checkpoint)
     pictures = read_pictures(checkpoint) or Pictures(())
     view = EvalView(size or pictures.size, resize or max(pictures.resize, size or 0))
-    source, model = open_source(data, split), load(checkpoint)
+    source, model = open_source(data, split), load(checkpoint).float()
+    if pictures.classes and pictures.classes != tuple(source.classes):
+        other = next(pair for pair in zip_longest(pictures.classes, source.classes) if pair[0] != pair[1])
+        raise ValueError(
+            f"the classes of {checkpoint} are not those of {data / split}: it has {other[0]} where the data have "
+            f"{other[1]}; expected the data that it was trained for"
+        )
     with join(device) as team:
         model.to(team.device)
-        prepare = Normalise(team.device)
+        prepare = Normalise(team.device, mean=pictures.mean, std=pictures.std)
 
         def logits(images: Tensor) -> Tensor:
             said: Tensor = model(prepare(images))
@@ -196,6 +204,8 @@ def evaluation_command(
 
 def model_file(given: Path) -> Path:
     """The model of a checkpoint, or of the folder of a training run."""
+    if given.suffix.lower() in ENDINGS.values():
+        raise ValueError(f"{given} is an exported file; give the checkpoint that it was made from")
     found = given / MODEL if given.is_dir() else given
     folder = found.parent
     if found.name == CHECKPOINT or (given.is_dir() and not found.exists()):

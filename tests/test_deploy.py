@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -263,6 +264,25 @@ def test_cameras_and_scanners(tmp_path: Path) -> None:
         read_pictures_of([tmp_path], PICTURES)
 
 
+def test_a_model_for_other_pictures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the model does not take pictures of \(3, 64, 64\): .*channels"):
+        export(nn.Conv2d(1, 3, 3), tmp_path / "model.onnx", PICTURES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"classes": (1, 2)}, r"classes is \(1, 2\); expected a tuple of names"),
+        ({"size": 288}, "size is 288 and resize 256; expected a centre within the shorter side"),
+        ({"mean": (0.5, 0.5)}, r"mean is \(0.5, 0.5\); expected three numbers"),
+        ({"std": (0.0, 1.0, 1.0)}, "expected numbers above 0"),
+    ],
+)
+def test_what_pictures_cannot_be_is_told_at_once(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pictures(**{"classes": (), **wrong})
+
+
 def test_ranges_and_proof_are_of_different_pictures() -> None:
     images = torch.arange(20.0)
     calibration, compared = apart(images)
@@ -300,7 +320,7 @@ def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int,
 
     (broken := tmp_path / "broken.jpg").write_text("no picture")
     for model_name, file, message in (
-        ("run.onnx", broken, "broken.jpg cannot be read as a picture; expected one of JPEG"),
+        ("run.onnx", broken, "; expected one of JPEG, PNG"),
         ("run.onnx", tmp_path / "none.jpg", "no picture "),
         ("none.onnx", picture, "no file "),
         ("broken.jpg", picture, "is no complete safetensors file"),
@@ -313,6 +333,21 @@ def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int,
     assert code == 0
     assert "does not say how pictures become its input" in said
     assert "taken as the centre, 64 × 64" in said
+    ds.checkpoint.save(model.half(), tmp_path / "odd.safetensors", PICTURES)
+    code, said = deepsquare("predict", tmp_path / "odd.safetensors", picture)
+    assert code == 0, said
+    next(model.parameters()).data.fill_(torch.nan)
+    ds.checkpoint.save(model, tmp_path / "odd.safetensors", PICTURES)
+    code, said = deepsquare("predict", tmp_path / "odd.safetensors", picture)
+    assert code == 2
+    assert f"has no answer for {picture}: its logits are not numbers" in said
+    code, said = deepsquare("eval", tmp_path / "run.onnx", "--data", data)
+    assert code == 2
+    assert "run.onnx is an exported file; give the checkpoint" in said
+    (tmp_path / "random.pte").write_bytes(bytes(range(256)))
+    code, said = deepsquare("predict", tmp_path / "random.pte", picture)
+    assert code == 2
+    assert "random.pte is no ExecuTorch program" in said
     broken.rename(tmp_path / "broken.onnx")
     code, said = deepsquare("predict", tmp_path / "broken.onnx", picture)
     assert code == 2

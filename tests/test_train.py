@@ -18,6 +18,7 @@ from coloured import make_pictures
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from deepsquare.checkpoint import load, read_pictures, save
 from deepsquare.experiments.training_run import Settings, train
 from deepsquare.nn import SquareSoftmin
 from deepsquare.results import Store
@@ -201,6 +202,16 @@ def test_train_and_eval_from_the_command_line(
     assert code == 0, said
     found = json.loads(said)
     assert (found["pictures"], found["size"], found["resize"]) == (21, 32, 36)  # as it was trained
+    model, shown = load(run / "model.safetensors"), read_pictures(run / "model.safetensors")
+    assert shown is not None
+    save(model.double(), tmp_path / "odd.safetensors", dataclasses.replace(shown, mean=(0.0, 0.0, 0.0)))
+    code, said = deepsquare("eval", tmp_path / "odd.safetensors", "--data", data, "--json", *SMALL[-4:])
+    assert code == 0, said
+    assert json.loads(said)["loss"] != pytest.approx(found["loss"])  # other pictures, by what it says
+    save(model, tmp_path / "odd.safetensors", dataclasses.replace(shown, classes=shown.classes[::-1]))
+    code, said = deepsquare("eval", tmp_path / "odd.safetensors", "--data", data)
+    assert code == 2
+    assert "it has red where the data have blue; expected the data that it was trained for" in said
     code, said = deepsquare("eval", run / "last.pt", "--data", data)
     assert code == 2
     assert "last.pt is no model; expected" in said

@@ -26,6 +26,7 @@ from deepsquare.surgery import equipment
 
 TOLERANCE = 1e-4  # of the largest logit, in float32
 ROUNDINGS = 4  # or as many times what PyTorch's own float32 is off by, for a network that amplifies rounding
+AGREEING = 0.8  # of the first answers, below which there is a word
 SOME = 8  # pictures for the proof, if none are given
 AT_ONCE = 64  # pictures
 logger = logging.getLogger("deepsquare")
@@ -100,7 +101,7 @@ def export(
         shape = (SOME, 3, pictures.size, pictures.size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     images, own = _finite(model, _checked("images", images, pictures))
-    expected = _logits(copy.deepcopy(model).double(), images.double())
+    expected = logits_of(copy.deepcopy(model).double(), images.double())
     rounding = _distance(own, expected)
     if pictures.classes and len(pictures.classes) != expected.shape[1]:
         names = len(pictures.classes)
@@ -113,7 +114,7 @@ def export(
     origin = getattr(model, "deepsquare_origin", None)
     described = Description(origin and origin.name, present.spec if present else "", precision, pictures)
     form = graph_form(model, images[:1], flat=runtime == "onnx" and not any_size)
-    with replacing(path) as temporary:
+    with _room(path), replacing(path) as temporary:
         named = temporary.with_name(temporary.name + path.suffix)  # runtimes go by it
         try:
             if runtime == "onnx":
@@ -126,6 +127,8 @@ def export(
             named.unlink(missing_ok=True)
         difference, allowed = _distance(said, expected), max(TOLERANCE, ROUNDINGS * rounding)
         agreement = float((said.argmax(1) == expected.argmax(1)).float().mean())
+        if agreement < AGREEING:
+            logger.warning("the first answer is the same for %.0f%% only; measure the accuracy", 100 * agreement)
         if calibration is None and not difference <= allowed:
             raise ExportError(
                 f"the exported model differs by {difference:.1e} of the largest logit; expected at most {allowed:.1e}, "
@@ -143,9 +146,13 @@ def _checked(name: str, images: Tensor, pictures: Pictures) -> Tensor:
     return images
 
 
-def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    with torch.inference_mode():
-        parts = [model(part) for part in torch.split(images, AT_ONCE)]
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """What a classifier says of pictures, some at a time."""
+    try:
+        with torch.inference_mode():
+            parts = [model(part) for part in torch.split(images, AT_ONCE)]
+    except RuntimeError as error:
+        raise ValueError(f"the model does not take pictures of {tuple(images.shape[1:])}: {error}") from error
     if not isinstance(parts[0], Tensor) or parts[0].ndim != 2:
         raise ValueError("the model's output is no tensor (N, K) of logits; expected a classifier")
     return torch.cat(parts)
@@ -153,7 +160,7 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
 
 def _finite(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """The pictures for which the model has finite logits, and these; where a square overflows there is no parity."""
-    logits = _logits(model, images)
+    logits = logits_of(model, images)
     finite = logits.isfinite().all(1)
     if not finite.any():
         raise ValueError("the model's own logits are not finite on these pictures; export a trained model")
@@ -228,6 +235,17 @@ def _told(format_name: str, described: Description) -> Iterator[None]:
         cause = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), repr(error))
         what = f"{described.name or 'this model'}{' with ' + described.spec if described.spec else ''}"
         raise ExportError(f"{what} cannot be written for {format_name}: {cause.strip()}") from error
+
+
+@contextlib.contextmanager
+def _room(path: Path) -> Iterator[None]:
+    """A full disk by its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # a message of ours
+            raise
+        raise OSError(f"cannot write {path} ({error.strerror}); make room, or give another place") from error
 
 
 @contextlib.contextmanager

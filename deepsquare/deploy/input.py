@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from deepsquare.checkpoint import Pictures
@@ -30,9 +32,12 @@ def read_pictures_of(files: Sequence[Path], pictures: Pictures, upright: bool = 
         if not file.is_file():
             raise FileNotFoundError(f"{file} is a folder; give pictures" if file.is_dir() else f"no picture {file}")
         try:
-            draw(file.read_bytes(), planned, out, upright)
+            with warnings.catch_warnings():  # of many pixels, which are an error
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                draw(file.read_bytes(), planned, out, upright)
         except DamagedError as error:
-            raise ValueError(f"{file} cannot be read as a picture; expected one of {', '.join(FORMATS)}") from error
+            kinds = ", ".join(FORMATS)
+            raise ValueError(f"{file} cannot be read as a picture ({error}); expected one of {kinds}") from error
     mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (pictures.mean, pictures.std))
     return (torch.from_numpy(shown).permute(0, 3, 1, 2).float().div_(255) - mean).div_(std).contiguous()
 

@@ -105,6 +105,9 @@ class ExecuTorchProgram(Program):
 
     def __init__(self, path: Path) -> None:
         runtime = needed("executorch.runtime")
+        with path.open("rb") as file:
+            if file.read(6)[4:] != b"ET":  # its mark; ExecuTorch may abort the process on other bytes
+                raise ValueError(f"{path} is no ExecuTorch program; give a file of deepsquare export")
         try:
             with _quiet():
                 self._program = runtime.Runtime.get().load_program(path)

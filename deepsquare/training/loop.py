@@ -220,7 +220,8 @@ def evaluate(
 ) -> Shown:
     """Loss and accuracies over the batches of all processes, the model in eval mode and then back.
 
-    An image that could not be read has no part in the loss, and counts as answered wrong.
+    An image that could not be read has no part in the loss, and counts as answered wrong; so does one whose logits are
+    not numbers.
     """
     training = model.training
     model.eval()
@@ -230,9 +231,10 @@ def evaluate(
         labels = labels.to(said.device)
         losses = F.cross_entropy(said, labels, reduction="none", ignore_index=NO_LABEL)
         total, overflows = total + losses.sum().item(), overflows + int((~losses.isfinite()).sum())
-        hits = said.topk(min(5, said.shape[1])).indices == labels[:, None]
+        told = labels.where(~said.isnan().any(1), NO_LABEL)
+        hits = said.topk(min(5, said.shape[1])).indices == told[:, None]
         read, seen = read + int((labels != NO_LABEL).sum()), seen + len(labels)
-        right, among = right + int((said.argmax(1) == labels).sum()), among + int(hits.sum())
+        right, among = right + int((said.argmax(1) == told).sum()), among + int(hits.sum())
     model.train(training)
     total, read, right, among, seen, overflows = team.total([total, read, right, among, seen, overflows])
     if not seen:

@@ -62,12 +62,14 @@ class Normalise:
 
     device: torch.device
     channels_last: bool = True
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
 
     def __call__(self, images: Tensor) -> Tensor:
         """Moved as bytes, a quarter of the floats."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         moved = images.to(self.device, non_blocking=True).contiguous(memory_format=layout).float()
-        mean, std = (255 * torch.tensor(value, device=self.device).view(3, 1, 1) for value in (MEAN, STD))
+        mean, std = (255 * torch.tensor(value, device=self.device).view(3, 1, 1) for value in (self.mean, self.std))
         return moved.sub_(mean).div_(std)
 
 
