@@ -121,6 +121,16 @@ def test_int8(runtime: str, spec: str, tmp_path: Path) -> None:
         assert found["Mul"] == floats
 
 
+def test_a_picture_on_which_the_network_explodes_sets_no_range(caplog: pytest.LogCaptureFixture) -> None:
+    logits = torch.rand(20, 3) + 1
+    images = torch.arange(20.0)
+    assert torch.equal(EXPORTING._usual(images, logits), images)
+    assert not caplog.text
+    logits[7] = 1e6
+    assert EXPORTING._usual(images, logits).tolist() == [place for place in range(20) if place != 7]
+    assert "leave out 1 pictures on which the network explodes" in caplog.text
+
+
 def test_in_xnnpack_layers_are_integers_and_what_squares_make_is_not() -> None:
     pytest.importorskip("executorch", reason="needs deepsquare[export]")
 

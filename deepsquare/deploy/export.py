@@ -27,6 +27,7 @@ from deepsquare.surgery import equipment
 TOLERANCE = 1e-4  # of the largest logit, in float32
 ROUNDINGS = 4  # or as many times what PyTorch's own float32 is off by, for a network that amplifies rounding
 AGREEING = 0.8  # of the first answers, below which there is a word
+EXPLODING = 10  # times the usual largest logit; squares that follow one another do so on a few pictures
 SOME = 8  # pictures for the proof, if none are given
 AT_ONCE = 64  # pictures
 logger = logging.getLogger("deepsquare")
@@ -109,7 +110,7 @@ def export(
     if len(images) > 1 and float(expected.std(0).max()) <= TOLERANCE * float(expected.abs().max()):
         logger.warning("the model says the same of every picture, so that parity proves little; export a trained one")
     if calibration is not None:
-        calibration, _ = _finite(model, _checked("calibration", calibration, pictures))
+        calibration = _usual(*_finite(model, _checked("calibration", calibration, pictures)))
     present, precision = equipment(model), "float32" if calibration is None else "int8"
     origin = getattr(model, "deepsquare_origin", None)
     described = Description(origin and origin.name, present.spec if present else "", precision, pictures)
@@ -167,6 +168,15 @@ def _finite(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     if not finite.all():
         logger.warning("%d of %d pictures have no finite logits and are left out", int((~finite).sum()), len(images))
     return images[finite], logits[finite]
+
+
+def _usual(images: Tensor, logits: Tensor) -> Tensor:
+    """The pictures on which the network does not explode: a single one that does would set the ranges for all."""
+    largest = logits.abs().amax(1)
+    usual = largest <= EXPLODING * largest.median()
+    if not usual.all():
+        logger.warning("ranges leave out %d pictures on which the network explodes", int((~usual).sum()))
+    return images[usual]
 
 
 def _distance(said: Tensor, expected: Tensor) -> float:
