@@ -114,7 +114,7 @@ def quantised(rows: Sequence[Row]) -> list[Quantised]:
             {kind: 100 * ways[kind, "int8"].metrics["accuracy"] for kind in RUNTIMES if (kind, "int8") in ways},
             ways["onnx", "float32"].metrics["overflows"],
         )
-        for (name, seed), ways in sorted(groups.items(), key=lambda item: (item[0][0].count("+"), item[0]))
+        for (name, seed), ways in sorted(groups.items(), key=lambda item: (item[0][0].partition("+")[0], item[0]))
         if ("onnx", "float32") in ways
     ]
 
