@@ -73,7 +73,9 @@ class Pictures:
         """From a header; a clear word if it is damaged."""
         try:
             mean, std = (tuple(float(value) for value in stored[key]) for key in ("mean", "std"))
-            return cls(tuple(stored["classes"]), int(stored["size"]), int(stored["resize"]), mean, std)
+            classes = stored["classes"]
+            named = tuple(classes) if isinstance(classes, list) else classes
+            return cls(named, int(stored["size"]), int(stored["resize"]), mean, std)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"the header of {path} has no valid 'pictures' ({error}); fetch or save the file again"
             raise ValueError(reason) from error

@@ -1,6 +1,8 @@
 """Deployment: a file that says what the model says, in onnxruntime and in ExecuTorch, and describes itself."""
 
+import errno
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -215,6 +217,17 @@ def test_a_model_that_amplifies_rounding_is_written(tmp_path: Path) -> None:
     assert 1e-4 < made.difference <= 4 * made.rounding
 
 
+def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    monkeypatch.setattr(onnx, "save", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    (tmp_path / "model.onnx").write_text("old")
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(OSError, match=r"cannot write .*model.onnx \(No space left on device\); make room"):
+        export(model, tmp_path / "model.onnx", PICTURES)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
 def test_mistakes_in_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = trained("shufflenet_v2_x0_5", "")
     with pytest.raises(ValueError, match=r"model.txt; expected the ending .onnx for onnx or .pte for executorch"):
@@ -411,5 +424,9 @@ def test_int8_of_the_proxies_goes_on_where_it_stopped(
     assert plain.metrics["accuracy"] == pytest.approx(sum(a == b for a, (b, _) in zip(said, files, strict=True)) / 12)
     assert quantised.metrics["bytes"] < plain.metrics["bytes"]
     assert quantised.metrics["difference"] > plain.metrics["difference"]
+    next(model.parameters()).data.fill_(torch.nan)
+    ds.checkpoint.save(model, tmp_path / ".runs" / "diverged-seed0.safetensors", shown)
     int8.run_int8(data, results=tmp_path)
-    assert capsys.readouterr().out == ""
+    said = capsys.readouterr().out
+    assert said.count("diverged, seed 0, onnx") == said.count("left out: the model's own logits are not finite") == 2
+    assert len(Store(tmp_path / "deploy.jsonl").rows()) == 2

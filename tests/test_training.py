@@ -194,6 +194,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_lost() ->
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+def test_what_is_no_number_is_no_right_answer() -> None:
+    said = torch.tensor([[torch.nan, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    shown = evaluate(nn.Identity(), [(said, torch.zeros(3, dtype=torch.int64))])
+    assert (shown.accuracy, shown.top5) == pytest.approx((1 / 3, 2 / 3))
+    assert shown.overflows == 1
+
+
 def test_an_evaluation_that_is_not_finite_is_told_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     class OnlyInTraining(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -221,8 +221,8 @@ def _write_executorch(
         lowered = exir.to_edge_transform_and_lower(
             exported, partitioner=[partition.XnnpackPartitioner()], constant_methods={KEY: described.dumps()}
         )
-        outside = _outside(lowered.exported_program())
-        path.write_bytes(lowered.to_executorch().buffer)
+        outside, program = _outside(lowered.exported_program()), lowered.to_executorch().buffer
+    path.write_bytes(program)
     return outside
 
 
