@@ -196,6 +196,7 @@ def evaluation_command(
         if as_json:
             loss = shown.loss if math.isfinite(shown.loss) else None  # JSON has no other word
             found = {**shown._asdict(), "loss": loss, "size": view.size, "resize": view.resize}
+            del found["correct"]
             print(json.dumps({"pictures": len(source), **found}))
         else:
             accuracies = f"top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}"

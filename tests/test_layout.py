@@ -14,6 +14,7 @@ from deepsquare import _torchvision
 
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
+    "_bits",
     "_files",
     "_threads",
     "_torchvision",

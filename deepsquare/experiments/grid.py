@@ -131,7 +131,11 @@ def metrics_of(history: History, diverged: str | None = None) -> dict[str, Any]:
         "test_loss": history.loss,
         "test_accuracy": history.accuracy,
     }
-    final = {name: values[-1] for name, values in (("top5", history.top5), ("ema", history.ema)) if values}
+    final: dict[str, Any] = {
+        name: values[-1] for name, values in (("top5", history.top5), ("ema", history.ema)) if values
+    }
+    if history.correct:
+        final["correct"] = history.correct
     metrics: dict[str, Any] = {name: rounded(curve, 5) for name, curve in curves.items()}
     return {"accuracy": history.accuracy[-1] if history.accuracy else None, **final, "diverged": diverged, **metrics}
 

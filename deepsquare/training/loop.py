@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepsquare._bits import pack_bits
 from deepsquare.data.pictures.loader import NO_LABEL
 from deepsquare.training.checkpoints import load_progress, save_progress
 from deepsquare.training.learner import Engine, Learner
@@ -49,6 +50,7 @@ class History:
     accuracy: list[float] = field(default_factory=list)
     top5: list[float] = field(default_factory=list)
     ema: list[float] = field(default_factory=list)
+    correct: str = ""  # which images of the last evaluation were right, as pack_bits writes them
     seconds: float = 0.0
 
     @property
@@ -81,13 +83,14 @@ class Tally:
 class Shown(NamedTuple):
     """What a model showed on images: the mean loss, and the share of right answers, first and among five.
 
-    ``overflows`` counts the images without a finite loss.
+    ``overflows`` counts the images without a finite loss; ``correct`` has one truth value per image, in their order.
     """
 
     loss: float
     accuracy: float
     top5: float
     overflows: int
+    correct: Tensor
 
 
 class NotFiniteError(ArithmeticError):
@@ -202,6 +205,7 @@ def _conclude(learner: Learner, evaluation: Evaluation, history: History, tally:
     history.loss.append(shown.loss)
     history.accuracy.append(shown.accuracy)
     history.top5.append(shown.top5)
+    history.correct = pack_bits(shown.correct)
     if shown.overflows and team.leads:
         # No divergence: running statistics lag behind the weights, and every square after them squares the error.
         logger.warning("epoch %d: %d pictures have no finite loss in the evaluation", history.epochs, shown.overflows)
@@ -226,6 +230,7 @@ def evaluate(
     training = model.training
     model.eval()
     total, read, right, among, seen, overflows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    answers: list[Tensor] = []
     for images, labels in batches:
         said = (logits or model)(images)
         labels = labels.to(said.device)
@@ -234,14 +239,19 @@ def evaluate(
         told = labels.where(~said.isnan().any(1), NO_LABEL)
         hits = said.topk(min(5, said.shape[1])).indices == told[:, None]
         read, seen = read + int((labels != NO_LABEL).sum()), seen + len(labels)
-        right, among = right + int((said.argmax(1) == told).sum()), among + int(hits.sum())
+        answers.append((said.argmax(1) == told).cpu())
+        right, among = right + int(answers[-1].sum()), among + int(hits.sum())
     model.train(training)
     total, read, right, among, seen, overflows = team.total([total, read, right, among, seen, overflows])
     if not seen:
         raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator gives them once)")
     if not read:
         raise ValueError(f"none of the {seen:.0f} pictures to evaluate on can be read; fetch them again")
-    return Shown(total / read, right / seen, among / seen, round(overflows))
+    correct = torch.empty(round(seen), dtype=torch.bool)
+    for rank, own in enumerate(team.gathered(torch.cat(answers) if answers else None)):
+        if own is not None:  # else a process without images
+            correct[rank :: team.size] = own
+    return Shown(total / read, right / seen, among / seen, round(overflows), correct)
 
 
 @cache

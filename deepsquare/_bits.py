@@ -1,0 +1,22 @@
+"""Truth values as text, for rows: which test images a model got right."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def pack_bits(values: Tensor) -> str:
+    """Truth values as text: eight to a byte, the first in the highest bit, then base64."""
+    return base64.b64encode(np.packbits(values.numpy()).tobytes()).decode()
+
+
+def unpack_bits(text: str, count: int) -> Tensor:
+    """The first ``count`` truth values of what :func:`pack_bits` wrote."""
+    packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    if not 0 <= count <= 8 * len(packed):
+        raise ValueError(f"count is {count}; expected at most the {8 * len(packed)} bits that are there")
+    return torch.from_numpy(np.unpackbits(packed, count=count).astype(bool))
