@@ -10,7 +10,7 @@
 import importlib.util
 
 import deepsquare._torchvision
-from deepsquare import functional, nn, peers
+from deepsquare import baselines, functional, nn
 from deepsquare.checkpoint import load, load_weights, save
 from deepsquare.cost import Cost, cost
 from deepsquare.models import create_model, vanilla_cnn
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cost",
+    "baselines",
     "cost",
     "create_model",
     "equip",
@@ -31,7 +32,6 @@ __all__ = [
     "load",
     "load_weights",
     "nn",
-    "peers",
     "save",
     "sites",
     "unequip",

@@ -16,26 +16,40 @@ from torch import Tensor, nn
 import deepsquare._torchvision  # noqa: F401  (before torchvision)
 from deepsquare.surgery import equip, equipment
 
-TABLES: dict[str, dict[str, tuple[str, ...]]] = {
-    "Table 4": {
-        "resnet18": (
-            "",
-            "pooling",
-            "softmin",
-            "excitation",
-            "encoding",
-            "pooling+excitation",
-            "pooling+encoding",
-            "pooling+excitation+encoding",
-        )
-    },
-    "Table 5": {"resnet50": ("", "pooling", "softmin", "encoding", "pooling+excitation")},
-    "Table 7": {
-        "shufflenet_v2_x1_0": ("", "pooling", "softmin", "encoding", "pooling+excitation"),
-        "shufflenet_v2_x0_5": ("", "pooling"),
-    },
-}
-"""The networks of the paper's ImageNet tables: for each base model its specs, in the order of the rows."""
+
+@dataclass(frozen=True)
+class Network:
+    """A base model by name, and the spec that it is equipped with."""
+
+    model: str
+    spec: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in ``resnet18+pooling``."""
+        return f"{self.model}+{self.spec}" if self.spec else self.model
+
+
+def _networks(model: str, *specs: str) -> list[Network]:
+    return [Network(model), *(Network(model, spec) for spec in specs)]
+
+
+NETWORKS: tuple[Network, ...] = (
+    *_networks(  # Table 4
+        "resnet18",
+        "pooling",
+        "softmin",
+        "excitation",
+        "encoding",
+        "pooling+excitation",
+        "pooling+encoding",
+        "pooling+excitation+encoding",
+    ),
+    *_networks("resnet50", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 5
+    *_networks("shufflenet_v2_x1_0", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 7
+    *_networks("shufflenet_v2_x0_5", "pooling"),
+)
+"""The networks that the paper trains on ImageNet, in the order of its tables."""
 
 
 # They say where weights come from. A checkpoint has its own, so it neither stores nor obeys them.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -138,6 +139,11 @@ def _end_last_line(file: FileIO) -> None:
         file.truncate(end)
     else:
         file.write(b"\n")
+
+
+def round_for_json(values: Iterable[float], digits: int = 4) -> list[float | None]:
+    """Values with a few significant digits, None for those that are not finite: JSON has no infinity."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
 
 
 def conditions() -> dict[str, Any]:

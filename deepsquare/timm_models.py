@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from deepsquare.models import TABLES, create_model
+from deepsquare.models import NETWORKS, create_model
 
 __all__: list[str] = []  # timm's register_model adds each name
 
@@ -58,11 +58,9 @@ def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
 def _register() -> None:
     from timm.models import is_model, register_model
 
-    for models in TABLES.values():
-        for name, specs in models.items():
-            for spec in specs:
-                if not is_model(timm_name(name, spec)):
-                    register_model(_entry_point(name, spec))
+    for network in NETWORKS:
+        if not is_model(timm_name(network.model, network.spec)):
+            register_model(_entry_point(network.model, network.spec))
 
 
 _register()

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
+from helpers import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

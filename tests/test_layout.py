@@ -21,23 +21,17 @@ ORDER = (
     "kernels",
     "functional",
     "nn",
-    "peers",
+    "baselines",
     "surgery",
     "models",
     "checkpoint",
     "timm_models",
     "cost",
     "data",
-    "training",
-    "deploy",
     "results",
-    "statistics",
-    "verdict",
-    "experiments",
-    "report",
-    "bench",
-    "cli_training",
-    "cli_deploy",
+    "training",
+    "export",
+    "paper",
     "cli",
     "__main__",
 )  # fmt: skip
@@ -66,7 +60,7 @@ from deepsquare import nn as dsnn, surgery
 from deepsquare.models import create_model
 def late():
     import deepsquare
-    from deepsquare.experiments.fig2 import run
+    from deepsquare.paper.fig2.experiment import run
 """
     assert sorted(imported(source)) == ["", "cost", "experiments", "models", "nn", "surgery"]
 

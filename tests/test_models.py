@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import deepsquare as ds
 import deepsquare.timm_models
-from deepsquare.models import TABLES, Origin, VanillaCNN, create_model
+from deepsquare.models import NETWORKS, Origin, VanillaCNN, create_model
 
 timm: Any = pytest.importorskip("timm")  # after deepsquare, which prepares torchvision
 
@@ -180,8 +180,11 @@ def spec_of(label: str) -> str:
 
 def test_tables_hold_the_rows_of_the_paper() -> None:
     written = {key: tuple(spec_of(label) for label in labels.split(", ")) for key, labels in PAPER.items()}
-    held = {(table, name): specs for table, models in TABLES.items() for name, specs in models.items()}
+    held = {
+        (table, name): tuple(network.spec for network in NETWORKS if network.model == name) for table, name in PAPER
+    }
     assert held == written
+    assert len(NETWORKS) == sum(map(len, written.values()))
 
 
 def test_the_tables_are_timm_models() -> None:

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepsquare._files import replacing
-from deepsquare.data.memory import LabelledImages
+from deepsquare.data.in_memory import LabelledImages
 
 logger = logging.getLogger("deepsquare")
 Bytes = NDArray[np.uint8]

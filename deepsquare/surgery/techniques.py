@@ -16,6 +16,14 @@ from typing import Any, Literal
 from torch import nn
 
 import deepsquare._torchvision  # noqa: F401  (before torchvision)
+from deepsquare.baselines import (
+    BilinearPooling,
+    CompactBilinearPooling,
+    CovariancePooling,
+    FisherVector,
+    GatherExcite,
+    GSoP,
+)
 from deepsquare.nn import (
     EleSquare,
     GeM,
@@ -25,14 +33,6 @@ from deepsquare.nn import (
     SquareExcitation,
     SquarePooling,
     SquareSoftmin,
-)
-from deepsquare.peers import (
-    BilinearPooling,
-    CompactBilinearPooling,
-    CovariancePooling,
-    FisherVector,
-    GatherExcite,
-    GSoP,
 )
 from deepsquare.surgery.site import Kind, Site
 

@@ -12,18 +12,19 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepsquare._bits import pack_bits
-from deepsquare.data.pictures.loader import NO_LABEL
-from deepsquare.training.checkpoints import load_progress, save_progress
-from deepsquare.training.learner import Engine, Learner
+from deepsquare.data.loader import NO_LABEL
+from deepsquare.results import round_for_json
+from deepsquare.training.distributed import ALONE, Team
 from deepsquare.training.recipe import Recipe
-from deepsquare.training.team import ALONE, Team
+from deepsquare.training.state import load_progress, save_progress
+from deepsquare.training.trainer import Engine, Learner
 
 logger = logging.getLogger("deepsquare")
 PATIENCE = 3  # epochs in a row after the warm-up that may be no better than a guess, before a run counts as diverged
@@ -57,6 +58,22 @@ class History:
     def epochs(self) -> int:
         """Epochs done."""
         return len(self.train_loss)
+
+    def metrics(self, diverged: str | None = None) -> dict[str, Any]:
+        """What a row stores of it: the final values, and the curves."""
+        final: dict[str, Any] = {
+            name: values[-1] for name, values in (("top5", self.top5), ("ema", self.ema)) if values
+        }
+        if self.correct:
+            final["correct"] = self.correct
+        curves = {
+            "train_loss": self.train_loss,
+            "train_accuracy": self.train_accuracy,
+            "test_loss": self.loss,
+            "test_accuracy": self.accuracy,
+        }
+        rounded = {name: round_for_json(curve, 5) for name, curve in curves.items()}
+        return {"accuracy": self.accuracy[-1] if self.accuracy else None, **final, "diverged": diverged, **rounded}
 
 
 @dataclass

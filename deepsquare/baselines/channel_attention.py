@@ -1,0 +1,127 @@
+"""Gates at the end of a branch: Gather-Excite and the block of GSoP-Net. Each returns the map times a gate in (0, 1).
+
+Squeeze-and-Excitation is torchvision's own ``SqueezeExcitation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepsquare.baselines._common import start_as_resnet, wide
+from deepsquare.baselines.second_order import covariance
+
+EXTENTS = (0, 2, 4, 8)
+
+
+class GatherExcite(nn.Module):
+    """Gather-Excite (Hu et al., 2018): a gate gathered around each position, or from the whole map.
+
+    ==========  =============================================================================================
+    GE-θ⁻       average pooling: no parameters
+    GE-θ        depthwise convolutions with batch normalisation
+    GE-θ⁺       GE-θ, then ReLU, 1×1 to C/16, ReLU, 1×1 to C
+    ==========  =============================================================================================
+
+    Args:
+        channels: channels of the map.
+        size: height and width of the map, which GE-θ needs for the whole map: one weight for each position.
+        extent: 2, 4 or 8 positions, or 0 for the whole map.
+        learned: GE-θ, instead of GE-θ⁻.
+        reduction: of the channels in GE-θ⁺; 0 for the others.
+    """
+
+    def __init__(
+        self, channels: int, size: Sequence[int] = (), *, extent: int = 0, learned: bool = False, reduction: int = 0
+    ) -> None:
+        super().__init__()
+        if extent not in EXTENTS:
+            raise ValueError(f"extent is {extent}; expected 2, 4, 8, or 0 for the whole map")
+        self.extent = extent
+        self.size = tuple(size) if learned and not extent else None
+        self.gather = _gather(channels, size, extent) if learned else _Average(extent)
+        self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to the same shape."""
+        if self.size is not None and tuple(x.shape[2:]) != self.size:
+            raise ValueError(
+                f"the map is {_by(x.shape[2:])}, but this GE-θ has a weight for each position of {_by(self.size)}: it "
+                "takes one input size. Equip the model with that size (input_shape=…), or give a finite extent"
+            )
+        gate = self.mix(self.gather(x)).sigmoid()
+        if self.extent:
+            gate = F.interpolate(gate, x.shape[2:], mode="nearest")
+        out: Tensor = x * gate
+        return out
+
+
+class _Average(nn.Module):
+    """The mean over the 2e − 1 positions around every e-th one, or over the whole map."""
+
+    def __init__(self, extent: int) -> None:
+        super().__init__()
+        self.extent = extent
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.extent
+        if not e:
+            return F.adaptive_avg_pool2d(x, 1)
+        return F.avg_pool2d(x, 2 * e - 1, stride=e, padding=e - 1, count_include_pad=False)
+
+
+def _gather(channels: int, size: Sequence[int], extent: int) -> nn.Sequential:
+    if not extent:
+        if len(size) != 2:
+            raise ValueError(f"GE-θ over the whole map needs its height and width, got {tuple(size)}")
+        whole = nn.Conv2d(channels, channels, (size[0], size[1]), groups=channels, bias=False)
+        return start_as_resnet(nn.Sequential(whole, nn.BatchNorm2d(channels)))
+    layers: list[nn.Module] = []
+    for step in range(EXTENTS.index(extent)):
+        layers += [nn.ReLU(inplace=True)] if step else []
+        layers += [nn.Conv2d(channels, channels, 3, 2, 1, groups=channels, bias=False), nn.BatchNorm2d(channels)]
+    return start_as_resnet(nn.Sequential(*layers))
+
+
+def _squeeze(channels: int, reduction: int) -> nn.Sequential:
+    hidden = max(1, channels // reduction)
+    layers = nn.Conv2d(channels, hidden, 1), nn.Conv2d(hidden, channels, 1)
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=0.01)  # as in the authors' release
+        nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return nn.Sequential(nn.ReLU(inplace=True), layers[0], nn.ReLU(inplace=True), layers[1])
+
+
+def _by(size: Sequence[int]) -> str:
+    return "×".join(map(str, size))
+
+
+class GSoP(nn.Module):
+    """The block of GSoP-Net (Gao et al., 2019): channels gated by their covariances.
+
+    Args:
+        channels: channels of the map.
+        size: channels that the covariance is taken of.
+        stride: of the reduction to ``size`` channels; its authors take 2 in the first stage.
+    """
+
+    def __init__(self, channels: int, size: int = 128, stride: int = 1) -> None:
+        super().__init__()
+        self.reduce = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(channels, size, 1, stride), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
+        )
+        self.norm = nn.BatchNorm2d(size)
+        self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix by itself
+        self.expand = nn.Conv2d(4 * size, channels, 1)
+        start_as_resnet(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to the same shape."""
+        reduced = self.reduce(x)
+        with wide(reduced) as values:
+            matrix = covariance(values)
+        rows = self.norm(matrix.to(reduced.dtype).unsqueeze(-1))
+        out: Tensor = x * self.expand(self.rows(rows)).sigmoid()
+        return out

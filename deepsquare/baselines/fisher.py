@@ -1,0 +1,188 @@
+"""The Fisher vector (Perronnin et al., 2010) as a layer, over a mixture of Gaussians fitted by scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepsquare.baselines.second_order import signed_root
+from deepsquare.baselines.second_order_pooling import Head
+
+Model = TypeVar("Model", bound=nn.Module)
+PER_IMAGE = 16  # positions of an image that the mixture is fitted to
+
+
+def posteriors(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+    """γ_t(k): how likely descriptor x_t is to come from component k.
+
+    Args:
+        x: descriptors, (B, N, D).
+        weights: of the K components, (K,), with sum 1.
+        means: (K, D).
+        variances: the diagonals of their covariances, (K, D).
+
+    Returns:
+        (B, N, K).
+    """
+    precisions = 1 / variances
+    distance = x.square() @ precisions.mT - 2 * x @ (means * precisions).mT + (means.square() * precisions).sum(1)
+    return (weights.log() - 0.5 * (distance + variances.log().sum(1))).softmax(-1)
+
+
+def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+    """The gradients of the log-likelihood by the means and by the deviations, Equations (1) and (2).
+
+    They are put together from the sums b_k, M_k and S_k of Equations (3) to (5), which are matrix products; the
+    arguments are those of :func:`posteriors`.
+
+    Returns:
+        (B, 2·K·D): first the means' part, then the deviations'.
+    """
+    gamma = posteriors(x, weights, means, variances).mT  # (B, K, N)
+    b = gamma.sum(2, keepdim=True)
+    m = gamma @ x  # (B, K, D)
+    s = gamma @ x.square()
+    first = (m - means * b) / variances.sqrt()
+    second = (s - 2 * means * m + (means.square() - variances) * b) / variances
+    positions, weights = x.shape[1], weights[:, None]
+    parts = (first / (positions * weights.sqrt()), second / (positions * (2 * weights).sqrt()))
+    return torch.cat([part.flatten(1) for part in parts], 1)
+
+
+class FisherVector(Head):
+    """The Fisher vector of the map's positions, with signed square root and L2 normalisation.
+
+    The mixture is no parameter: it is fitted once, by :func:`fit_fisher`, and then kept.
+
+    Args:
+        channels: channels of the map.
+        components: of the mixture.
+        size: what the channels are reduced to; the result has 2·components·size values.
+    """
+
+    weights: Tensor
+    means: Tensor
+    variances: Tensor
+
+    def __init__(self, channels: int, components: int = 16, size: int = 64) -> None:
+        if size > channels:
+            raise ValueError(f"size is {size}; expected at most the map's {channels} channels, which are reduced to it")
+        super().__init__(nn.Conv2d(channels, size, 1), 2 * components * size)
+        self.register_buffer("weights", torch.full((components,), 1 / components))
+        self.register_buffer("means", torch.zeros(components, size))
+        self.register_buffer("variances", torch.ones(components, size))
+        self.fitted = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, out_channels, 1, 1)."""
+        if self.training and not self.fitted and not x.is_meta:
+            raise RuntimeError(
+                "the mixture of this Fisher vector is not fitted yet; before training call "
+                "deepsquare.baselines.fit_fisher(model, loader)"
+            )
+        return super().forward(x)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The Fisher vector, normalised."""
+        # In float64, as the sums of squares lose digits to cancellation; an almost empty component is 0 in half types.
+        weights, variances = (values.double().clamp(min=1e-10) for values in (self.weights, self.variances))
+        vector = fisher_vector(x.flatten(2).mT.double(), weights, self.means.double(), variances)
+        return F.normalize(signed_root(vector)).to(x.dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        means = state_dict.get(f"{prefix}means")
+        self.fitted |= means is not None and not means.is_meta and bool(means.any())
+
+
+def fit_fisher(model: Model, loader: Iterable[Any], *, descriptors: int = 50_000, seed: int = 0) -> Model:
+    """Fit the mixture of the model's :class:`FisherVector` to the features of ``loader``, in place.
+
+    The reduction is set to the principal components of the features, and the mixture fitted to what it returns.
+
+    Args:
+        model: equipped with ``fisher``.
+        loader: batches of images, or tuples that begin with one.
+        descriptors: how many positions are taken, 16 of an image; the loader is left once there are so many.
+        seed: of that choice and of the fit.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FisherVector)]
+    if len(layers) != 1:
+        raise ValueError(f"the model has {len(layers)} Fisher vectors; expected one: equip(model, 'fisher')")
+    (layer,) = layers
+    features = _features(model, layer, loader, descriptors, seed)
+    components, size = layer.means.shape
+    needed = max(components, size)
+    if len(features) < needed:
+        raise ValueError(f"the loader gave {len(features)} positions; expected at least {needed}, better many more")
+    try:
+        from sklearn.decomposition import PCA
+        from sklearn.mixture import GaussianMixture
+    except ImportError as error:
+        raise ImportError("fit_fisher needs scikit-learn: pip install 'deepsquare[fisher]'") from error
+    pca = PCA(size, random_state=seed).fit(features)
+    reduced = pca.transform(features)
+    mixture = GaussianMixture(components, covariance_type="diag", random_state=seed).fit(reduced)
+    with torch.no_grad():
+        _set(layer.get_parameter("reduce.weight"), pca.components_[..., None, None])
+        _set(layer.get_parameter("reduce.bias"), -pca.components_ @ pca.mean_)
+        for target, values in zip(
+            (layer.weights, layer.means, layer.variances),
+            (mixture.weights_, mixture.means_, mixture.covariances_),
+            strict=True,
+        ):
+            _set(target, values)
+    layer.fitted = True
+    return model
+
+
+def _set(target: Tensor, values: np.ndarray[Any, Any]) -> None:
+    target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+
+def _features(
+    model: nn.Module, layer: FisherVector, loader: Iterable[Any], descriptors: int, seed: int
+) -> np.ndarray[Any, Any]:
+    """What the layer is given, position by position: (at most ``descriptors``, C)."""
+    found: list[Tensor] = []
+    generator = torch.Generator().manual_seed(seed)
+    anchor = next(model.parameters())
+
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        maps = inputs[0].detach().flatten(2)
+        chosen = torch.randperm(maps.shape[2], generator=generator)[:PER_IMAGE]
+        found.append(maps[:, :, chosen.to(maps.device)].float().mT.flatten(0, 1).cpu())
+
+    training = {module: module.training for module in model.modules()}
+    handle = layer.register_forward_pre_hook(keep)
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in loader:
+                images = batch[0] if isinstance(batch, (tuple, list)) else batch
+                if not isinstance(images, Tensor) or images.ndim != 4:
+                    given = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+                    raise TypeError(
+                        f"the loader gave {given}; expected images (N, C, H, W), or a tuple that begins with them"
+                    )
+                model(images.to(anchor.device, anchor.dtype))
+                if sum(map(len, found)) >= descriptors:
+                    break
+    finally:
+        handle.remove()
+        for module, before in training.items():
+            module.training = before
+    if not found:
+        raise ValueError("the loader is empty; expected batches of images")
+    features = torch.cat(found)[:descriptors]
+    if not bool(features.isfinite().all()):
+        raise ValueError("the features are not finite; has the model diverged?")
+    if not bool(features.var(0).any()):
+        raise ValueError("the features are the same at every position; expected images that differ")
+    values: np.ndarray[Any, Any] = features.numpy()
+    return values

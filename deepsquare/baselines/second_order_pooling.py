@@ -1,0 +1,105 @@
+"""Poolings that return more values than channels, for a wider classifier: second-order networks.
+
+Each takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepsquare.baselines import second_order
+from deepsquare.baselines._common import start_as_resnet, wide
+
+
+class Head(nn.Module, ABC):
+    """A map to ``out_channels`` values, computed by ``values`` in float32 and returned in the type of the map.
+
+    Args:
+        reduce: makes the map that the statistics are taken of.
+        out_channels: how many values there are.
+    """
+
+    def __init__(self, reduce: nn.Module, out_channels: int) -> None:
+        super().__init__()
+        self.reduce = reduce
+        self.out_channels = out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, out_channels, 1, 1)."""
+        x = self.reduce(x)
+        with wide(x) as map_:
+            values = self.values(map_)
+        return values.to(x.dtype)[..., None, None]
+
+    @abstractmethod
+    def values(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, out_channels)."""
+
+
+def _reduction(channels: int, size: int) -> nn.Sequential:
+    """1×1 convolution, batch normalisation, ReLU."""
+    layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
+    return start_as_resnet(nn.Sequential(*layers))
+
+
+class CovariancePooling(Head):
+    """MPN-COV (Li et al., 2017) and iSQRT-COV (Li et al., 2018): the square root of the channels' covariance.
+
+    Args:
+        channels: channels of the map.
+        size: what they are reduced to; the result has size·(size + 1)/2 values.
+        iterations: of Newton–Schulz (iSQRT-COV), or 0 for the eigendecomposition (MPN-COV).
+    """
+
+    def __init__(self, channels: int, size: int = 256, iterations: int = 0) -> None:
+        super().__init__(_reduction(channels, size), size * (size + 1) // 2)
+        self.iterations = iterations
+
+    def values(self, x: Tensor) -> Tensor:
+        """The upper triangle of the root."""
+        matrix = second_order.covariance(x)
+        if self.iterations:
+            return second_order.upper_triangle(second_order.root_by_newton_schulz(matrix, self.iterations))
+        return second_order.upper_triangle(second_order.root_by_eigenvalues(matrix))
+
+
+class BilinearPooling(Head):
+    """Bilinear pooling (Lin et al., 2015), Equation (6): second moments, signed square root, L2 normalisation.
+
+    Args:
+        channels: channels of the map.
+        size: what they are reduced to, or 0 to leave them; the result has size² values.
+    """
+
+    def __init__(self, channels: int, size: int = 128) -> None:
+        super().__init__(_reduction(channels, size) if size else nn.Identity(), (size or channels) ** 2)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The moments, normalised."""
+        return F.normalize(second_order.signed_root(second_order.bilinear(x)))
+
+
+class CompactBilinearPooling(Head):
+    """Compact bilinear pooling (Gao et al., 2016): a tensor sketch of the second moments of all channels.
+
+    Args:
+        channels: channels of the map.
+        size: how many values are returned.
+    """
+
+    index: Tensor
+    sign: Tensor
+
+    def __init__(self, channels: int, size: int = 8192) -> None:
+        super().__init__(nn.Identity(), size)
+        self.register_buffer("index", torch.randint(size, (2, channels)))
+        self.register_buffer("sign", 2.0 * torch.randint(2, (2, channels)) - 1)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The sketch, normalised."""
+        sketch = second_order.tensor_sketch(x, self.index, self.sign.to(x.dtype), self.out_channels)
+        return F.normalize(second_order.signed_root(sketch))

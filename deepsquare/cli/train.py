@@ -1,0 +1,219 @@
+"""The commands that train and evaluate: ``deepsquare train | eval``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from deepsquare.checkpoint import Pictures, load, read_pictures
+from deepsquare.data.splits import open_source
+from deepsquare.data.transforms import EvalView
+from deepsquare.export.runtime import ENDINGS
+from deepsquare.training import ImageNetRecipe, StoppedError, evaluate, join
+from deepsquare.training.image_folder import Loading, Normalise, PictureEvaluation
+from deepsquare.training.named_recipes import RECIPES, named_recipe
+from deepsquare.training.recipe import override
+from deepsquare.training.run import CHECKPOINT, MODEL, Settings, train
+
+TERMINATED, INTERRUPTED = 143, 130  # the exit codes of a process that SIGTERM or Ctrl-C has ended
+
+
+def training_command(arguments: Sequence[str]) -> Callable[..., None]:
+    """``deepsquare train`` for these arguments: the recipe that they name, and a file changes, gives the defaults."""
+    named = next((RECIPES[word] for word in arguments if word in RECIPES), ImageNetRecipe())
+    start, in_file, flags = named, dict[str, Any](), _flags(arguments)
+    if flags.get("file"):
+        in_file = _read(Path(flags["file"]))
+        try:
+            start, _ = override(named, in_file)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{flags['file']}: {error}") from error
+    if flags.get("epochs", "").isdecimal():
+        start, _ = override(start, {"epochs": max(1, int(flags["epochs"]))})  # a longer warm-up is cut
+
+    def command(
+        name: tyro.conf.Positional[str] = "list",
+        *,
+        data: Path | None = None,
+        output: Path | None = None,
+        seed: int = 0,
+        resume: bool = False,
+        file: Path | None = None,
+        device: str | None = None,
+        results: Path = Path("out/results"),
+        recipe: tyro.conf.OmitArgPrefixes[ImageNetRecipe] = start,
+        settings: tyro.conf.OmitArgPrefixes[Settings] = Settings(),  # noqa: B008
+    ) -> None:
+        """Train a network by the recipe of a row of Tables 4, 5 or 7, every field of which can be changed.
+
+        Alone or, started by torchrun, with many processes: a batch is shared by all. The folder of the run keeps its
+        checkpoint, its log and at the end the model.
+
+        Args:
+            name: A recipe, such as resnet18+pooling; without one, all are listed.
+            data: Folder with train and val, each of class folders or of WebDataset shards.
+            output: Folder of the run; out/train/NAME when not given.
+            seed: Of the first weights, the order and the crops.
+            resume: Go on with the run in that folder, if there is one.
+            file: Changes to the recipe as TOML or JSON; the command line has the last word.
+            device: cpu or cuda; a GPU where there is one when not given.
+            results: Folder for the row.
+        """
+        if name == "list":
+            Console().print(_recipes())
+            return
+        if named_recipe(name) is not named:
+            raise ValueError(f"the first name of a recipe is not {name}; give it first: deepsquare train {name} …")
+        if data is None:
+            raise ValueError("no data is named; give the folder that holds train and val: --data DIR")
+        fields = [field.name for field in dataclasses.fields(recipe)]
+        changed = {key: getattr(recipe, key) for key in fields if key in flags or key in in_file}
+        changed |= {key.removeprefix("no_"): False for key in flags if key.startswith("no_") and key[3:] in fields}
+        chosen, follows = override(named, changed)
+        with join(device) as team:
+            for note in follows if team.leads else ():
+                print(f"deepsquare: note: {note}", file=sys.stderr)
+            place = output or Path("out/train") / name
+            try:
+                train(
+                    name, chosen, data, place, seed=seed, settings=settings, team=team, resume=resume, results=results
+                )
+            except (StoppedError, KeyboardInterrupt) as stopped:
+                if team.leads:
+                    reason = str(stopped) or "stopped at once"
+                    print(f"deepsquare: {reason}; the same command with --resume goes on", file=sys.stderr)
+                sys.exit(TERMINATED if isinstance(stopped, StoppedError) else INTERRUPTED)
+            if team.leads:
+                print(f"The model is {(place / MODEL).resolve()}")
+
+    return command
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    """The flags by field, each with what follows it first; of one that is given twice, the last."""
+    found = {}
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        if word.startswith("--"):
+            flag, equals, value = word.removeprefix("--").partition("=")
+            found[flag.replace("-", "_")] = value if equals else following
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Changes from a file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected changes to a recipe there, as TOML or JSON")
+    try:
+        found = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is neither TOML nor, with the ending .json, JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected fields of a recipe with their values")
+    here = {field.name for kind in (Settings, Loading) for field in dataclasses.fields(kind)} & set(found)
+    if here:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(here))
+        raise ValueError(f"{path}: {flags} is how a run is done, not part of a recipe; give it on the command line")
+    return found
+
+
+def _recipes() -> Table:
+    from deepsquare.paper.imagenet.hours import MACHINES, hours
+    from deepsquare.paper.tables import TABLES
+
+    machines = " or ".join(f"{machine.devices} {machine.name}" for machine in MACHINES)
+    title = f"deepsquare train NAME --data DIR: the paper's accuracies, and the least hours to expect on {machines}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("name", "table", "epochs", "top-1", "top-5", *(machine.name for machine in MACHINES)):
+        table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
+    rows = {entry.recipe: (paper.number, entry) for paper in reversed(TABLES) for entry in paper.entries}
+    for name, recipe in RECIPES.items():
+        number, entry = rows[name]
+        accuracies = f"{entry.top1:.2f}", f"{entry.top5:.2f}"
+        expected = (f"{hours(recipe, machine):.0f}" for machine in MACHINES)
+        table.add_row(name, str(number), str(recipe.epochs), *accuracies, *expected)
+    return table
+
+
+def evaluation_command(
+    checkpoint: tyro.conf.Positional[Path],
+    *,
+    data: Path,
+    split: str = "val",
+    size: int | None = None,
+    resize: int | None = None,
+    batch: int = 128,
+    device: str | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    loading: tyro.conf.OmitArgPrefixes[Loading] = Loading(),  # noqa: B008
+) -> None:
+    """Measure a checkpoint on pictures: every one exactly once, also when torchrun's processes share them.
+
+    Args:
+        checkpoint: A safetensors file, or the folder of a training run.
+        data: Folder with the split.
+        split: Which folder in it.
+        size: Side of the centre that is cut out; as the checkpoint says when not given, or 224.
+        resize: The shorter side before that; as the checkpoint says when not given, or 256.
+        batch: Pictures at a time, for each process.
+        device: cpu or cuda; a GPU where there is one when not given.
+        as_json: Print JSON.
+    """
+    checkpoint = model_file(checkpoint)
+    pictures = read_pictures(checkpoint) or Pictures(())
+    view = EvalView(size or pictures.size, resize or max(pictures.resize, size or 0))
+    source, model = open_source(data, split), load(checkpoint).float()
+    if pictures.classes and pictures.classes != tuple(source.classes):
+        other = next(pair for pair in zip_longest(pictures.classes, source.classes) if pair[0] != pair[1])
+        raise ValueError(
+            f"the classes of {checkpoint} are not those of {data / split}: it has {other[0]} where the data have "
+            f"{other[1]}; expected the data that it was trained for"
+        )
+    with join(device) as team:
+        model.to(team.device)
+        prepare = Normalise(team.device, mean=pictures.mean, std=pictures.std)
+
+        def logits(images: Tensor) -> Tensor:
+            said: Tensor = model(prepare(images))
+            if said.shape[1] != len(source.classes):
+                raise ValueError(
+                    f"{checkpoint} knows {said.shape[1]} classes, {data / split} has {len(source.classes)}; expected "
+                    "the data that it was trained for"
+                )
+            return said
+
+        given = PictureEvaluation(source, view, team, loading, batch)
+        shown = evaluate(model, given(), team=team, logits=logits)
+        if not team.leads:
+            return
+        if as_json:
+            loss = shown.loss if math.isfinite(shown.loss) else None  # JSON has no other word
+            found = {**shown._asdict(), "loss": loss, "size": view.size, "resize": view.resize}
+            del found["correct"]
+            print(json.dumps({"pictures": len(source), **found}))
+        else:
+            accuracies = f"top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}"
+            print(f"{len(source):,} pictures at {view.size} px: {accuracies}, loss {shown.loss:.4f}")
+
+
+def model_file(given: Path) -> Path:
+    """The model of a checkpoint, or of the folder of a training run."""
+    if given.suffix.lower() in ENDINGS.values():
+        raise ValueError(f"{given} is an exported file; give the checkpoint that it was made from")
+    found = given / MODEL if given.is_dir() else given
+    folder = found.parent
+    if found.name == CHECKPOINT or (given.is_dir() and not found.exists()):
+        state = "is there" if (folder / MODEL).exists() else "is written when the run ends (--resume goes on with it)"
+        raise ValueError(f"{given} is no model; expected {folder / MODEL}, which {state}")
+    return found

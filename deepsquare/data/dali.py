@@ -1,0 +1,147 @@
+"""Pictures by NVIDIA DALI, on the CPU or on a GPU.
+
+Nothing in its graph is random: the boxes are drawn here and go in with the bytes, so an epoch is the same as by the
+other pipelines. What is no common JPEG, and every picture of a batch that DALI refuses, is read by Pillow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import Pipeline
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from deepsquare.data.jpeg import jpeg_size
+from deepsquare.data.loader import Batch, Groups, checked
+from deepsquare.data.pil import PIXELS
+from deepsquare.data.source import Source
+from deepsquare.data.transforms import Plan, View, plan
+
+AHEAD = 2  # batches under way: one that DALI decodes, one whose files are read
+
+
+def dali_batches(
+    source: Source,
+    groups: Sequence[Sequence[int]],
+    view: View,
+    seed: int,
+    epoch: int,
+    threads: int,
+    device_id: int | None,
+) -> Iterator[Batch]:
+    """A batch for each group; its pictures are on the GPU if one is given."""
+    by_pillow = Groups(source, groups, view, seed, epoch, "torchvision")
+    largest = max((len(group) for group in groups), default=0)
+    decoder = _Decoder(view.size, max(1, largest), threads, device_id)
+    reading, decoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    waiting: deque[Future[Batch]] = deque()
+    try:
+        for group in groups:
+            job = reading.submit(_Job, by_pillow, checked(group, len(source)))
+            waiting.append(decoding.submit(decoder.decode, job))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for pool in (reading, decoding):
+            pool.shutdown(cancel_futures=True)
+
+
+class _Job:
+    """A group of pictures: those that DALI decodes, with their plans, and the others."""
+
+    def __init__(self, by_pillow: Groups, group: list[int]) -> None:
+        self.by_pillow, self.group = by_pillow, group
+        self.places: list[int] = []
+        self.data: list[bytes] = []
+        self.plans: list[Plan] = []
+        for place, index in enumerate(group):
+            data = by_pillow.source.read(index)
+            size = jpeg_size(data)
+            if size is not None and size[0] * size[1] <= PIXELS:
+                self.places.append(place)
+                self.data.append(data)
+                self.plans.append(plan(by_pillow.view, *size, seed=by_pillow.seed, epoch=by_pillow.epoch, index=index))
+
+    def batch(self, decoded: Tensor) -> Batch:
+        """The pictures that DALI decoded, (n, S, S, 3), and the others by Pillow."""
+        rest = sorted(set(range(len(self.group))) - set(self.places))
+        labels = self.by_pillow.source.labels[torch.tensor(self.group, dtype=torch.int64)]
+        if not rest:
+            return Batch(decoded.permute(0, 3, 1, 2), labels, ())
+        others = self.by_pillow.batch([self.group[place] for place in rest])
+        labels[rest] = others.labels
+        images = decoded.new_empty((len(self.group), *decoded.shape[1:]))
+        images[self.places] = decoded
+        images[rest] = others.images.permute(0, 2, 3, 1).to(images.device)
+        return Batch(images.permute(0, 3, 1, 2), labels, others.damaged)
+
+    def batch_by_pillow(self, device_id: int | None) -> Batch:
+        """All of them by Pillow."""
+        batch = self.by_pillow.batch(self.group)
+        return batch if device_id is None else batch._replace(images=batch.images.cuda(device_id))
+
+
+class _Decoder:
+    """DALI's pipeline, made again when a picture has broken it."""
+
+    def __init__(self, size: int, largest: int, threads: int, device_id: int | None) -> None:
+        self.size, self.largest, self.threads, self.device_id = size, largest, threads, device_id
+        self.pipeline = self._made()
+
+    def decode(self, reading: Future[_Job]) -> Batch:
+        """The batch of a group."""
+        job = reading.result()
+        if not job.plans:
+            return job.batch_by_pillow(self.device_id)
+        boxes = [plan.box for plan in job.plans]
+        try:
+            (decoded,) = self.pipeline.run(
+                data=[np.frombuffer(data, np.uint8) for data in job.data],
+                start=np.array([(box.top, box.left) for box in boxes], np.int32),
+                shape=np.array([(box.height, box.width) for box in boxes], np.int32),
+                resized=np.array([plan.resized[::-1] for plan in job.plans], np.float32),
+                corner=np.array([plan.corner[::-1] for plan in job.plans], np.int32),
+                flip=np.array([box.flip for box in boxes], np.int32),
+            )
+        except RuntimeError:
+            self.pipeline = self._made()
+            return job.batch_by_pillow(self.device_id)
+        if self.device_id is None:
+            return job.batch(torch.from_numpy(np.array(decoded.as_array())))
+        return job.batch(from_dlpack(decoded.as_tensor()).clone())
+
+    def _made(self) -> Any:
+        pipeline = Pipeline(
+            self.largest, self.threads, self.device_id, exec_pipelined=False, exec_async=False, prefetch_queue_depth=1
+        )
+        with pipeline:
+            start, shape, corner = (_input(name, types.INT32, 1) for name in ("start", "shape", "corner"))
+            pixels = fn.decoders.image_slice(
+                _input("data", types.UINT8, 1),
+                start=start,
+                shape=shape,
+                axes=(0, 1),
+                device="cpu" if self.device_id is None else "mixed",
+                output_type=types.RGB,
+                adjust_orientation=False,  # ImageFolder does not follow it either
+                jpeg_fancy_upsampling=True,  # as libjpeg does if not told otherwise
+            )
+            size = _input("resized", types.FLOAT, 1)
+            pixels = fn.resize(pixels, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
+            pixels = fn.slice(pixels, start=corner, shape=(self.size, self.size), axes=(0, 1))
+            pipeline.set_outputs(fn.flip(pixels, horizontal=_input("flip", types.INT32, 0)))
+        pipeline.build()
+        return pipeline
+
+
+def _input(name: str, kind: Any, dimensions: int) -> Any:
+    return fn.external_source(name=name, dtype=kind, ndim=dimensions)

@@ -1,0 +1,1 @@
+"""Exported networks: parity with their models, and the accuracy of int8."""

@@ -1,0 +1,185 @@
+"""Why ReLU-Square can lose on the one-arm spiral, by small experiments of ReLU against ReLU-Square.
+
+``by_data``: how many turns and how much noise, against the number of steps. ``by_length``: a longer training, and
+one whose rate falls to zero. ``by_optimiser``: the same networks without noise under Adam and under a second-order
+method, which no bad conditioning slows down. ``at_start``: how ill-conditioned the problem is before training, and
+how many units bend within the range of the times.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import jacrev, vmap
+
+from deepsquare.paper.spirals import data
+from deepsquare.paper.spirals.data import Array
+from deepsquare.paper.spirals.intervals import difference, mean, settled
+from deepsquare.paper.spirals.measures import TIMES, units
+from deepsquare.paper.spirals.networks import (
+    ONE_ARM,
+    Batch,
+    Networks,
+    Setting,
+    draw_one_arm,
+    train,
+)
+from deepsquare.results import round_for_json
+
+PAIR = ("relu", "relu_square")
+USUAL = Setting("adam", 0.01, "pytorch", "standardised")
+CASES = (  # turns and noise; 0.64 turns are the 4 radians of the three arms
+    *((turns, data.NOISE) for turns in (0.64, 1.0, data.TURNS, 2.0, 3.0)),
+    *((data.TURNS, noise) for noise in (0.0, 0.1)),
+)
+FREE = (data.TURNS, 2.0)  # turns, without noise
+SLOW = 1e-3  # of the largest eigenvalue
+
+
+def by_data(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """For each of ``CASES`` the median test loss along training, and the step from which ReLU-Square stays below."""
+    every = max(1, steps // 16)
+
+    def medians(activation: str) -> Tensor:
+        networks = _stacked(activation, seeds, len(CASES), _noisy)
+        batch = networks.batch("test")
+        training = ((step, found) for step, found in train(networks, steps) if step and step % every == 0)
+        losses = [networks.losses(found, *batch) for _, found in training]
+        return torch.stack(losses).reshape(-1, len(CASES), len(seeds)).median(2).values
+
+    relu, square = (medians(activation) for activation in PAIR)
+    rows = []
+    for case, (turns, noise) in enumerate(CASES):
+        behind = (square[:, case] >= relu[:, case]).nonzero().flatten().tolist()
+        since = behind[-1] + 1 if behind else 0
+        ahead_from = every * (since + 1) if since < len(relu) else None
+        row: dict[str, Any] = {"turns": turns, "noise": noise, "every": every, "ahead_from": ahead_from}
+        row |= {name: round_for_json(found[:, case].tolist()) for name, found in zip(PAIR, (relu, square), strict=True)}
+        rows.append(row)
+    return rows
+
+
+def by_length(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """The test loss after thirds of a long training with a constant rate, and after one with decay."""
+    settings = (USUAL, replace(USUAL, decay=True))
+    thirds = [round(steps * third / 3) for third in (1, 2, 3)]
+
+    def ends(activation: str) -> list[Array]:
+        networks = Networks(ONE_ARM, activation, settings, seeds)
+        batch = networks.batch("test")
+        found = (parameters for step, parameters in train(networks, steps) if step in thirds)
+        tables = [networks.table(networks.losses(parameters, *batch)).double().numpy() for parameters in found]
+        return [*(constant for constant, _ in tables), tables[-1][1]]
+
+    relu, square = (ends(activation) for activation in PAIR)
+    rows = []
+    for index, (ours, base) in enumerate(zip(square, relu, strict=True)):
+        row: dict[str, Any] = {"steps": [*thirds, steps][index], "decay": index == len(thirds)}
+        for name, values in zip(PAIR, (base, ours), strict=True):
+            middle, slowest = round_for_json(np.quantile(values, (0.5, 0.95)))
+            row[name] = {"median": middle, "quantile_95": slowest, **mean(settled(values))}
+        rows.append(row | {"difference": difference(ours, base, -1)})
+    return rows
+
+
+def by_optimiser(seeds: Sequence[int], steps: int, iterations: int) -> list[dict[str, Any]]:
+    """Median squared error of noiseless trajectories after Adam, and after Levenberg–Marquardt's method."""
+
+    def medians(activation: str) -> Tensor:
+        networks = _stacked(activation, seeds, len(FREE), lambda case, _, split: _noiseless(split, FREE[case]))
+        *_, (_, parameters) = train(networks, steps)
+        adam = networks.losses(parameters, *networks.batch("test"))
+        batch = networks.batch("test", torch.float64)
+        second_order = networks.losses(levenberg_marquardt(networks, iterations), *batch)
+        return torch.stack([adam, second_order]).reshape(2, len(FREE), len(seeds)).median(2).values
+
+    found = [medians(activation) for activation in PAIR]
+    names = ("adam", "levenberg_marquardt")
+    return [
+        {"turns": turns}
+        | {
+            activation: dict(zip(names, round_for_json(values[:, case].tolist()), strict=True))
+            for activation, values in zip(PAIR, found, strict=True)
+        }
+        for case, turns in enumerate(FREE)
+    ]
+
+
+def _stacked(
+    activation: str, seeds: Sequence[int], cases: int, draw: Callable[[int, int, data.Split], Batch]
+) -> Networks:
+    """The networks of all cases as one stack: the seed of a network tells its case as well."""
+    span = max(seeds) + 1
+    task = replace(ONE_ARM, draw=lambda seed, split: draw(*divmod(seed, span), split))
+    return Networks(task, activation, [USUAL], [case * span + seed for case in range(cases) for seed in seeds])
+
+
+def _noisy(case: int, seed: int, split: data.Split) -> Batch:
+    turns, noise = CASES[case]
+    return draw_one_arm(seed, split, turns, noise)
+
+
+def _noiseless(split: data.Split, turns: float) -> Batch:
+    times = np.linspace(0, 1, 128) if split == "train" else TIMES
+    return torch.from_numpy(times)[None], torch.from_numpy(data.trajectory(times, turns)).mT
+
+
+def levenberg_marquardt(networks: Networks, iterations: int) -> Tensor:
+    """Least squares by damped Gauss–Newton steps, in float64: each network keeps a step only if it helps."""
+    inputs, targets = networks.batch("train", torch.float64)
+    parameters = networks.initial(torch.float64)
+    loss = networks.losses(parameters, inputs, targets)
+    damping = torch.full_like(loss, 1e-2)
+    for _ in range(iterations):
+        jacobian = jacobians(networks, parameters, inputs)
+        residual = (networks.outputs(parameters, inputs) - targets).mT.flatten(1)
+        curvature = jacobian.mT @ jacobian
+        scale = damping * curvature.diagonal(dim1=1, dim2=2).mean(1)
+        damped = curvature + scale[:, None, None] * torch.eye(curvature.shape[1], dtype=torch.float64)
+        tried = parameters - torch.linalg.solve(damped, jacobian.mT @ residual[..., None])[..., 0]
+        outcome = networks.losses(tried, inputs, targets)
+        better = outcome < loss
+        parameters = torch.where(better[:, None], tried, parameters)
+        loss = torch.where(better, outcome, loss)
+        damping = torch.where(better, damping / 3, damping * 2).clamp(1e-12, 1e6)
+    return parameters
+
+
+def jacobians(networks: Networks, parameters: Tensor, inputs: Tensor) -> Tensor:
+    """The derivatives of every output by every parameter (networks, N·K, P), the outputs K innermost."""
+
+    def at_point(one: Tensor, point: Tensor) -> Tensor:
+        return networks.output(one, point[:, None])[:, 0]
+
+    found: Tensor = vmap(vmap(jacrev(at_point), (None, 1)))(parameters, inputs)  # (networks, N, K, P)
+    return found.flatten(1, 2)
+
+
+def at_start(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Before training, by input: the tangent kernel's spectrum, and the units that switch within the times.
+
+    Gradient descent shrinks the error along an eigenvector of the kernel J·Jᵀ at the rate of its eigenvalue.
+    ``slow_share`` is how much of the spiral lies along those slower than the fastest by a factor of 1,000;
+    ``tenth_eigenvalue`` is relative to the first, of the kernel of one output.
+    """
+    rows = []
+    task = replace(ONE_ARM, draw=lambda _, split: _noiseless(split, data.TURNS))
+    for activation in PAIR:
+        for setting in (replace(USUAL, inputs="raw"), USUAL):
+            networks = Networks(task, activation, [setting], seeds)
+            inputs, targets = networks.batch("train", torch.float64)
+            parameters = networks.initial(torch.float64)
+            jacobian = jacobians(networks, parameters, inputs)[:, ::2]  # both outputs have much the same kernel
+            values, vectors = torch.linalg.eigh(jacobian @ jacobian.mT)
+            along = (vectors.mT @ targets.mT).square().sum(2)
+            slow = (along * (values < SLOW * values[:, -1:])).sum(1) / along.sum(1)
+            tenth = values[:, -10] / values[:, -1]
+            numbers = {"slow_share": slow.median().item(), "tenth_eigenvalue": tenth.median().item()}
+            counts = units(networks, parameters, inputs)
+            numbers |= {f"units_{name}": float(found.mean()) for name, found in counts.items()}
+            row = {"activation": activation, "inputs": setting.inputs}
+            rows.append(row | dict(zip(numbers, round_for_json(list(numbers.values())), strict=True)))
+    return rows

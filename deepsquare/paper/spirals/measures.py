@@ -1,0 +1,112 @@
+"""How smooth the networks of Section 3.2 are, and what their activations cost."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from deepsquare._threads import one_thread
+from deepsquare.paper.spirals.data import ARMS, Array, trajectory
+from deepsquare.paper.spirals.networks import ACTIVATIONS, Activation, Networks
+
+TIMES = np.linspace(0, 1, 1001)
+SPACING = 0.02  # of the points along a decision boundary, whose arms are about 2.3 long
+
+
+def paths(networks: Networks, parameters: Tensor) -> Array:
+    """The regressed trajectory of every network at ``TIMES`` (networks, 1001, 2), for a single setting."""
+    (setting,) = networks.settings
+    times = setting.scaled(torch.from_numpy(TIMES).float()[None]).repeat(len(networks.seeds), 1, 1)
+    return networks.outputs(parameters, times).mT.double().numpy()
+
+
+def roughness(path: Array) -> float:
+    """The sum of squared second differences of a path (1001, 2), over that of the spiral itself: 1 is as smooth.
+
+    A kink counts once however fine the times are and a smooth curve ever less, so the number is of these times.
+    """
+    bends, true = (np.square(np.diff(points, 2, axis=0)).sum() for points in (path, trajectory(TIMES)))
+    return float(bends / true)
+
+
+def largest_turn(path: Array) -> float:
+    """The largest angle, in degrees, between a step of a path (N, 2) and the next but one.
+
+    Between neighbouring steps only a part of a kink would be seen, unless it lies on a point.
+    """
+    steps = np.diff(path, axis=0)
+    headings = np.arctan2(steps[:, 1], steps[:, 0])
+    turns = (headings[2:] - headings[:-2] + np.pi) % (2 * np.pi) - np.pi
+    return float(np.degrees(np.abs(turns).max()))
+
+
+def units(networks: Networks, parameters: Tensor, inputs: Tensor) -> dict[str, Array]:
+    """How many hidden units of every network switch within its inputs (networks, 1, N), and how many are never on."""
+    named = networks.named(parameters)
+    slopes, offsets = named["first.weight"][..., 0], named["first.bias"]
+    low, high = slopes * inputs.amin(2) + offsets, slopes * inputs.amax(2) + offsets
+    counts = {"with_kink": low * high < 0, "dead": (low <= 0) & (high <= 0)}
+    return {name: found.sum(1).double().numpy() for name, found in counts.items()}
+
+
+def on_grid(networks: Networks, parameters: Tensor, chosen: Sequence[int]) -> tuple[Array, Array]:
+    """The ticks of a square grid (P,), and the outputs of the chosen networks on it (chosen, 3, P, P)."""
+    ticks = torch.linspace(-1.2, 1.2, 241)
+    x2, x1 = torch.meshgrid(ticks, ticks, indexing="ij")
+    inputs = torch.stack([x1.flatten(), x2.flatten()]).repeat(len(chosen), 1, 1)
+    outputs = networks.outputs(parameters[list(chosen)], inputs).reshape(len(chosen), ARMS, len(ticks), len(ticks))
+    return ticks.double().numpy(), outputs.double().numpy()
+
+
+def boundary_turn(ticks: Array, outputs: Array) -> float:
+    """The mean over the decision boundaries of their largest turn, in degrees, within three times ``SPACING``.
+
+    ``outputs`` (3, P, P) are those of one network. A boundary is where the two largest outputs tie; points
+    farther from the centre than the data, 1, are left out.
+    """
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    largest = []
+    for arm in range(ARMS):
+        others = [outputs[(arm + 1) % ARMS], outputs[(arm + 2) % ARMS]]
+        margin = np.where(others[0] > others[1], outputs[arm] - others[0], np.nan)  # NaN where the third wins
+        if (margin > 0).any() and (margin < 0).any():
+            for points in axes.contour(ticks, ticks, margin, levels=[0]).allsegs[0]:
+                largest += _turns(np.asarray(points))
+    return float(np.mean(largest)) if largest else 0.0
+
+
+def _turns(points: Array) -> list[float]:
+    points = points[np.hypot(points[:, 0], points[:, 1]) < 1]
+    lengths = np.concatenate([[0], np.cumsum(np.hypot(*np.diff(points, axis=0).T))])
+    if lengths[-1] < 10 * SPACING:
+        return []
+    even = np.arange(0, lengths[-1], SPACING)
+    return [largest_turn(np.stack([np.interp(even, lengths, column) for column in points.T], axis=1))]
+
+
+def activation_costs(elements: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of each activation forward, and forward and backward: the best of ``repeats``, on one thread.
+
+    The activations take turns, so that a busy machine slows all of them alike.
+    """
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+    leaf, gradient = x.clone().requires_grad_(), torch.ones_like(x)
+    works: dict[str, Callable[[Activation], object]] = {
+        "forward": lambda activation: activation(x),
+        "forward_backward": lambda activation: torch.autograd.grad(activation(leaf), leaf, gradient),
+    }
+    best = {name: dict.fromkeys(works, np.inf) for name in ACTIVATIONS}
+    with one_thread():
+        for _ in range(repeats):
+            for name, activation in ACTIVATIONS.items():
+                for work, function in works.items():
+                    start = time.perf_counter()
+                    function(activation)
+                    best[name][work] = min(best[name][work], time.perf_counter() - start)
+    return best

@@ -1,0 +1,147 @@
+"""The same tuning for every activation, then the setting chosen, on fresh seeds and test data.
+
+The paper tells no optimiser, rate, initialisation or number of steps. So each activation is trained with every
+setting of one grid on a few seeds, and the setting and length with the least median loss on *validation* data
+are its own. What is reported is the *test* loss of networks with other seeds.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import torch
+
+from deepsquare.paper.spirals.data import Array
+from deepsquare.paper.spirals.networks import (
+    Initialisation,
+    Networks,
+    Optimiser,
+    Scaling,
+    Setting,
+    Task,
+    train,
+)
+
+KINDS: tuple[Initialisation, ...] = ("pytorch", "glorot")
+RATES: Mapping[Optimiser, tuple[float, ...]] = {"adam": (0.003, 0.01, 0.03, 0.1), "sgd": (0.1, 0.3)}
+LENGTHS = (1 / 4, 1 / 2, 1)  # of the steps of the task
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+CURVE = 40  # how many times along training a curve is taken
+
+
+def grid(task: Task) -> tuple[Setting, ...]:
+    """All settings of a task. Only a time is standardised: the points of the three arms lie round 0 already."""
+    scalings: tuple[Scaling, ...] = ("raw", "standardised") if task.inputs == 1 else ("raw",)
+    rates = [(optimiser, rate) for optimiser, found in RATES.items() for rate in found]
+    choices = product(scalings, KINDS, rates)
+    return tuple(Setting(optimiser, rate, kind, scaling) for scaling, kind, (optimiser, rate) in choices)
+
+
+def lengths(steps: int) -> tuple[int, ...]:
+    """The numbers of steps that are compared."""
+    return tuple(max(1, round(steps * share)) for share in LENGTHS)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One activation on the whole grid: the median losses over the seeds, infinite where most diverged."""
+
+    settings: tuple[Setting, ...]
+    steps: tuple[int, ...]
+    train: Array  # (lengths, settings)
+    validation: Array
+    test: Array
+
+    @property
+    def best(self) -> tuple[Setting, int]:
+        """The setting and the number of steps with the least validation loss."""
+        length, setting = np.unravel_index(np.argmin(self.validation), self.validation.shape)
+        return self.settings[int(setting)], self.steps[int(length)]
+
+
+def tune(task: Task, activation: str, seeds: Sequence[int], steps: int) -> Tuned:
+    """Train with every setting of the grid, all networks of one optimiser at once."""
+    settings = grid(task)
+    medians = {split: np.empty((len(LENGTHS), len(settings))) for split in ("train", "validation", "test")}
+    for optimiser in RATES:
+        chosen = [index for index, setting in enumerate(settings) if setting.optimiser == optimiser]
+        networks = Networks(task, activation, [settings[index] for index in chosen], seeds)
+        batches = {split: networks.batch(split) for split in ("train", "validation", "test")}
+        for step, parameters in train(networks, steps):
+            for row in (row for row, length in enumerate(lengths(steps)) if length == step):
+                for split, batch in batches.items():
+                    losses = finite(networks.losses(parameters, *batch))
+                    table = losses.reshape(len(chosen), len(seeds))
+                    medians[split][row, chosen] = np.median(table, axis=1)
+    return Tuned(settings, lengths(steps), **medians)
+
+
+def finite(losses: torch.Tensor) -> Array:
+    """Losses with infinity for those that are not numbers: a network that diverged is worse than any other."""
+    values: Array = losses.double().numpy()
+    return np.where(np.isnan(values), np.inf, values)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One activation with its setting: every network's test loss along training and at the chosen step."""
+
+    networks: Networks
+    setting: Setting
+    steps: int  # chosen
+    parameters: torch.Tensor  # (seeds, P), at the chosen step
+    checkpoints: tuple[int, ...]
+    losses: Array  # (checkpoints, seeds)
+    accuracies: Array | None  # of a classification
+    train_loss: Array  # (seeds,), at the chosen step
+    seconds: float
+
+    @property
+    def loss(self) -> Array:
+        """The test loss of every seed at the chosen step."""
+        return np.asarray(self.losses[self.checkpoints.index(self.steps)])
+
+    @property
+    def accuracy(self) -> Array | None:
+        """The test accuracy of every seed at the chosen step."""
+        return None if self.accuracies is None else self.accuracies[self.checkpoints.index(self.steps)]
+
+    @property
+    def median_network(self) -> int:
+        """Which network has the median test loss: the one to draw."""
+        return int(np.argsort(self.loss, kind="stable")[len(self.loss) // 2])
+
+
+def quantiles(values: Array) -> Array:
+    """The band of values (checkpoints, seeds) at every checkpoint (5, checkpoints), each a value that occurs."""
+    return np.quantile(values, QUANTILES, axis=1, method="lower")
+
+
+def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], steps: int) -> Trained:
+    """Train with the best setting on other seeds, to the end of the task to show the whole curve."""
+    start = time.perf_counter()
+    setting, chosen = tuned.best
+    networks = Networks(task, activation, [setting], seeds)
+    test, checkpoints, losses, accuracies, kept = networks.batch("test"), [], [], [], networks.initial()
+    wanted = {round(step) for step in np.linspace(0, steps, CURVE + 1)} | set(lengths(steps))
+    for step, parameters in train(networks, steps):
+        if step in wanted:
+            checkpoints.append(step)
+            losses.append(finite(networks.losses(parameters, *test)))
+            if task.classification:
+                accuracies.append(networks.accuracies(parameters, *test).double().numpy())
+        if step == chosen:
+            kept = parameters
+    return Trained(
+        networks,
+        setting,
+        chosen,
+        kept,
+        tuple(checkpoints),
+        np.stack(losses),
+        np.stack(accuracies) if task.classification else None,
+        finite(networks.losses(kept, *networks.batch("train"))),
+        time.perf_counter() - start,
+    )

@@ -1,0 +1,92 @@
+"""Means with 95% intervals by Student's t distribution, and medians with theirs by ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over ``n`` seeds and half the width of its interval, which is infinite for one seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    @classmethod
+    def read(cls, stored: Mapping[str, float], n: int, unit: float = 1) -> Interval:
+        """An interval of a row of the store, in which it has its ends, times ``unit``."""
+        return cls(unit * stored["mean"], unit * (stored["high"] - stored["low"]) / 2, n)
+
+    @property
+    def low(self) -> float:
+        """The lower end."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return self.mean + self.half
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is an interval at all: two seeds or more."""
+        return math.isfinite(self.half)
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` lies within."""
+        return self.low <= value <= self.high
+
+    def shown(self, signed: bool = False) -> str:
+        """``mean ± half``, to the second digit of the latter."""
+        sign = "+" if signed else ""
+        if not self.bounded or self.half == 0:
+            return f"{self.mean:{sign}.4g}".replace("-", "−")
+        digits = max(0, 1 - int(f"{self.half:.1e}".partition("e")[2]))
+        return f"{self.mean:{sign}.{digits}f} ± {self.half:.{digits}f}".replace("-", "−")
+
+
+def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> Interval | None:
+    """Mean ± t·s/√n with n − 1 degrees of freedom; None for no values."""
+    n = len(values)
+    if n == 0:
+        return None
+    mean = float(np.mean(values))
+    if n == 1:
+        return Interval(mean, math.inf, 1)
+    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+    return Interval(mean, t * float(np.std(values, ddof=1)) / math.sqrt(n), n)
+
+
+def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+    """The interval of the differences ``values − base`` over the seeds that both have."""
+    return interval([values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())])
+
+
+@dataclass(frozen=True)
+class Median:
+    """A median and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def median(values: Sequence[float]) -> Median:
+    """For times, which have outliers: the interval goes by the ranks, and with fewer than 9 it is the range."""
+    ordered = sorted(values)
+    rank = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1)
+    return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])
+
+
+def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:
+    """How many times as large as ``base``, measured in turns: the median over the turns."""
+    return median([value / other for value, other in zip(values, base, strict=True)])

@@ -1,0 +1,185 @@
+"""The paper's tables as data: a row is a label, a model, a spec and the accuracies stated for them.
+
+NOTE not in paper: the scale of Square-Softmin is per channel on CIFAR-10, as Equation (24) has it, and shared on
+ImageNet, as Section 5 says; DeepSquare6 and DeepSquare8 use the scaled, negative form of DeepSquare5s-.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepsquare.training.named_recipes import LONGER, RECIPES
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a table. ``top1`` is None where the paper states divergence."""
+
+    label: str
+    spec: str
+    top1: float | None
+    top5: float | None = None
+    detail: str = ""
+    model: str = "vanilla_cnn"
+    epochs: int | None = None  # where a row has its own number of them
+    recipe: str = ""  # the library's recipe that trains it, by name
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table: its rows, the first of each model being what the others are compared with."""
+
+    number: int  # 0 for one that is not in the paper
+    title: str
+    entries: tuple[Entry, ...]
+    data: str = "CIFAR-10"
+    detail: str = ""  # the heading of the entries' detail
+
+    def baseline(self, entry: Entry) -> Entry:
+        """The row that ``entry`` is compared with: the plain model."""
+        return next(other for other in self.entries if other.model == entry.model and other.spec == "")
+
+
+_SQUARE_1, _SQUARE_2 = "square(after='layer1')", "square(after='layer2')"
+_SOFTMIN = "softmin(scale='channel')"
+
+TABLE_2 = PaperTable(
+    2,
+    "Ways to put squares into the vanilla CNN",
+    (
+        Entry("Original", "", 81.71, detail="None"),
+        Entry("DeepSquare1", _SQUARE_1, 80.32, detail="1_2"),
+        Entry("DeepSquare2", _SQUARE_2, 81.69, detail="2_3"),
+        Entry("DeepSquare3", "pooling", 82.77, detail="3_4"),
+        Entry("DeepSquare4", "square(after='pool')", 81.39, detail="4_5"),
+        Entry("DeepSquare5+", "softmin(scale='none', sign=1)", 76.88, detail="5_"),
+        Entry("DeepSquare5-", "softmin(scale='none')", 82.24, detail="5_"),
+        Entry("DeepSquare5s+", "softmin(scale='channel', sign=1)", 81.93, detail="5_"),
+        Entry("DeepSquare5s-", _SOFTMIN, 82.76, detail="5_"),
+        Entry("DeepSquare6", f"{_SQUARE_1}+{_SQUARE_2}+pooling+{_SOFTMIN}", None, detail="1_2_3_4, 5_"),
+        Entry("DeepSquare7", f"{_SQUARE_1}+{_SQUARE_2}+pooling", 79.75, detail="1_2_3_4"),
+        Entry("DeepSquare8", f"pooling+{_SOFTMIN}", 82.68, detail="3_4, 5_"),
+    ),
+    detail="Position of EleSquare",
+)
+
+TABLE_3 = PaperTable(
+    3,
+    "Square-Pooling, GeM and higher moments",
+    (
+        Entry("Original", "", 81.71, detail="1"),
+        Entry("GeM (p=2)", "gem(p=2, learnable=False)", 82.51, detail="–"),
+        Entry("Square-Pooling", "pooling", 82.77, detail="2"),
+        Entry("Variant1", "moment3", 82.23, detail="3"),
+        Entry("Variant2", "moment4", 78.84, detail="4"),
+        Entry("Variant3", "moment5", 80.34, detail="5"),
+        Entry("Variant4", "moment6", 73.00, detail="6"),
+    ),
+    detail="Order of moments",
+)
+
+
+def _imagenet(recipe: str, label: str, top1: float, top5: float, detail: str = "") -> Entry:
+    """A row that is trained by a recipe of the library."""
+    found = RECIPES[recipe]
+    own_epochs = found.epochs if recipe == f"{LONGER[0]}@{LONGER[1]}" else None
+    return Entry(label, found.spec, top1, top5, detail, found.model, own_epochs, recipe)
+
+
+TABLE_4 = PaperTable(
+    4,
+    "DeepSquare on ResNet18",
+    (
+        _imagenet("resnet18", "ResNet18", 70.98, 89.92),
+        _imagenet("resnet18+pooling", "Square-Pooling (SP)", 71.41, 90.02),
+        _imagenet("resnet18+softmin", "Square-Softmin (SS)", 71.21, 90.22),
+        _imagenet("resnet18+softmin@200", "Square-Softmin (200 epochs)", 71.92, 90.39),
+        _imagenet("resnet18+excitation", "Square-Excitation (SEx)", 71.38, 90.12),
+        _imagenet("resnet18+encoding", "Square-Encoding (SEn)", 71.56, 90.25),
+        _imagenet("resnet18+pooling+excitation", "SP & SEx", 71.60, 90.17),
+        _imagenet("resnet18+pooling+encoding", "SP & SEn", 70.40, 89.52),
+        _imagenet("resnet18+pooling+excitation+encoding", "SP & SEx & SEn", 70.74, 89.60),
+    ),
+    "ImageNet",
+)
+
+TABLE_5 = PaperTable(
+    5,
+    "DeepSquare on ResNet50",
+    (
+        _imagenet("resnet50", "ResNet50", 77.06, 93.34),
+        _imagenet("resnet50+pooling", "Square-Pooling (SP)", 77.39, 93.55),
+        _imagenet("resnet50+softmin", "Square-Softmin (SS)", 77.25, 93.32),
+        _imagenet("resnet50+encoding", "Square-Encoding (SEn)", 77.35, 93.55),
+        _imagenet("resnet50+pooling+excitation", "SP & SEx", 78.14, 94.05),
+    ),
+    "ImageNet",
+)
+
+TABLE_6 = PaperTable(
+    6,
+    "SP & SEx and its peers on ResNet50",
+    (
+        _imagenet("resnet50+pooling+excitation", "SP & SEx", 78.14, 94.05, "0%"),
+        Entry("MPN-COV", "mpn_cov", 77.26, 93.46, "120%", "resnet50"),
+        Entry("iSQRT-COV", "isqrt_cov", 77.86, 93.78, "120%", "resnet50"),
+        Entry("GSoP-Net1", "gsop1", 77.68, 93.98, "10%", "resnet50"),
+        Entry("GSoP-Net2", "gsop2", 78.81, 94.36, "130%", "resnet50"),
+        Entry("SE", "se", 76.71, 93.38, "10%", "resnet50"),
+        Entry("GE-θ", "ge_theta", 78.00, 94.13, "22%", "resnet50"),
+    ),
+    "ImageNet",
+    detail="+Parameters",
+)
+
+TABLE_7 = PaperTable(
+    7,
+    "DeepSquare on ShuffleNetV2",
+    (
+        _imagenet("shufflenet_v2_x1_0", "ShuffleNetV2", 68.89, 88.58),
+        _imagenet("shufflenet_v2_x1_0+pooling", "Square-Pooling (SP)", 70.53, 89.49),
+        _imagenet("shufflenet_v2_x1_0+softmin", "Square-Softmin (SS)", 69.78, 89.04),
+        _imagenet("shufflenet_v2_x1_0+encoding", "Square-Encoding (SEn)", 69.58, 89.01),
+        _imagenet("shufflenet_v2_x1_0+pooling+excitation", "SP & SEx", 70.76, 89.63),
+        _imagenet("shufflenet_v2_x0_5", "ShuffleNetV2-0.5×", 59.94, 81.82),
+        _imagenet("shufflenet_v2_x0_5+pooling", "ShuffleNetV2-0.5× with SP", 61.39, 82.98),
+    ),
+    "ImageNet",
+)
+
+
+def _after_each_layer(word: str) -> str:
+    return "+".join(f"{word}(after='{layer}')" for layer in ("layer1", "layer2", "layer3"))
+
+
+# NOTE not in paper: the peers in the vanilla CNN, where gates stand after each layer, as it has no blocks.
+PEERS = PaperTable(
+    0,
+    "The peers in the vanilla CNN",
+    (
+        Entry("Original", "", None, detail="–"),
+        Entry("Square-Pooling", "pooling", None, detail="pooling"),
+        Entry("DeepSquare5s-", _SOFTMIN, None, detail="logits"),
+        Entry("SE", _after_each_layer("se"), None, detail="each layer"),
+        Entry("GE-θ⁻", _after_each_layer("ge_theta_minus"), None, detail="each layer"),
+        Entry("Bilinear (C=32)", "bilinear(size=32)", None, detail="pooling"),
+        Entry("iSQRT-COV (C=64)", "isqrt_cov(size=64)", None, detail="pooling, last layer at stride 1"),
+        Entry("iSQRT-COV (C=64), stride 2", "isqrt_cov(size=64, dense=False)", None, detail="pooling"),
+    ),
+    detail="Place",
+)
+TABLES = (TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7)
+
+_SMALLEST = "shufflenet_v2_x0_5"
+CONTINUED = PaperTable(
+    0,
+    "A trained network continued, with the squares and without",
+    (
+        Entry("ShuffleNetV2-0.5×", "", None, model=_SMALLEST),
+        Entry("Square-Pooling (SP)", "pooling", None, model=_SMALLEST),
+        Entry("Square-Softmin (SS)", "softmin", None, model=_SMALLEST),
+        Entry("Square-Encoding (SEn)", "encoding", None, model=_SMALLEST),
+        Entry("SP & SEx", "pooling+excitation", None, model=_SMALLEST),
+    ),
+    data="continued",
+)

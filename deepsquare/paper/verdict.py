@@ -1,0 +1,57 @@
+"""The verdict on a claim of the paper. The page states this rule; change both together."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from deepsquare.paper.statistics import Interval
+
+SEEDS = 3  # with fewer nothing is concluded
+NO_DIFFERENCE = 0.1  # points: a claim below it is a claim of no difference
+MARGIN = 0.5  # points: how near to 0 a difference counts as none
+
+
+class Verdict(Enum):
+    """What the runs say on a claim."""
+
+    REPRODUCED = "reproduced"
+    CONTRARY = "contrary"
+    INCONCLUSIVE = "inconclusive"
+
+
+def judge(claim: float | None, improvement: Interval | None, runs: int, diverged: int) -> Verdict:
+    """Compare the paper's improvement with ours.
+
+    Args:
+        claim: the paper's improvement in points; None where it states divergence.
+        improvement: ours, paired by seed, in points; None where no pair is left.
+        runs: how many seeds were run.
+        diverged: how many of them diverged; they are not in ``improvement``.
+    """
+    if claim is None:
+        return _judge_divergence(runs, diverged)
+    if runs >= SEEDS and 2 * diverged > runs:
+        return Verdict.CONTRARY  # the paper's network trained; what is left of ours is no fair sample
+    if improvement is None or improvement.n < SEEDS:
+        return Verdict.INCONCLUSIVE
+    low, high = improvement.low, improvement.high
+    if abs(claim) < NO_DIFFERENCE:
+        same, other = low >= -MARGIN and high <= MARGIN, high < -MARGIN or low > MARGIN
+    else:
+        same, other = (low > 0, high < 0) if claim > 0 else (high < 0, low > 0)
+    return Verdict.REPRODUCED if same else Verdict.CONTRARY if other else Verdict.INCONCLUSIVE
+
+
+def judge_sign(sign: int, difference: Interval) -> Verdict:
+    """Whether a difference has the sign that the paper claims, where it gives no number."""
+    if difference.n < SEEDS or not difference.bounded or difference.holds(0):
+        return Verdict.INCONCLUSIVE
+    return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY
+
+
+def _judge_divergence(runs: int, diverged: int) -> Verdict:
+    if runs < SEEDS:
+        return Verdict.INCONCLUSIVE
+    if 2 * diverged > runs:
+        return Verdict.REPRODUCED
+    return Verdict.CONTRARY if diverged == 0 else Verdict.INCONCLUSIVE

@@ -1,0 +1,49 @@
+"""A grid small enough to be killed many times: ``python toy_grid.py STORE [slow] [ray]``."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepsquare.data.in_memory import LabelledImages, MemoryBatches, plain_batches
+from deepsquare.paper.grid.runner import Plainly, Run, run_grid
+from deepsquare.results import Store
+from deepsquare.training import Evaluation, Recipe
+
+RECIPE = Recipe(epochs=6, batch=16, rate=0.05)
+ROWS = {"Original": "", "DeepSquare3": "pooling", "DeepSquare5s-": "softmin"}
+RUNS = [
+    Run("toy", label, seed, "vanilla_cnn", spec, "toy", RECIPE) for seed in range(2) for label, spec in ROWS.items()
+]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Random images whose class is their brightest channel; ``pause`` seconds after every epoch."""
+
+    pause: float = 0.0
+
+    def __call__(self, run: Run) -> tuple[MemoryBatches, Evaluation]:
+        rng = np.random.default_rng(0)
+        images = torch.from_numpy(rng.integers(0, 256, (64, 3, 32, 32), dtype=np.uint8))
+        labels = images.float().mean((2, 3)).argmax(1)
+        data = LabelledImages(images, labels)
+
+        def evaluation() -> Iterable[tuple[Tensor, Tensor]]:
+            time.sleep(self.pause)
+            return plain_batches(data)
+
+        return MemoryBatches(data, run.recipe.batch, pad=2, seed=run.seed), evaluation
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    ray = "local" if "ray" in sys.argv[2:] else None
+    source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
+    run_grid(RUNS, Plainly(source), Store(Path(sys.argv[1])), processes=2, ray=ray)

@@ -1,0 +1,167 @@
+"""The grid: killed at any point, shared by two, stopped by hand, or on Ray, it ends with the same rows."""
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.toy_grid import RUNS, Toy
+
+from deepsquare.models import create_model
+from deepsquare.paper.cifar10 import experiment as cifar10
+from deepsquare.paper.grid.runner import Plainly, Run, Task, checkpoint_of, run_grid
+from deepsquare.paper.tables import TABLE_2, TABLE_3
+from deepsquare.results import Row, Store
+from deepsquare.surgery import equipment
+from deepsquare.training import Recipe
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "toy_grid.py"
+
+
+def silent(key: str, seen: Any) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """What each run gives when nothing disturbs it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = [Plainly(Toy())(run, None, silent) for run in RUNS]
+    torch.set_num_threads(threads)
+    return {row.key: row.metrics for row in rows}
+
+
+def start(store: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), str(store), *options]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def found(store: Path) -> dict[str, Any]:
+    rows = Store(store).rows()
+    assert len({row.key for row in rows}) == len(rows)
+    return {row.key: row.metrics for row in rows}
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_a_grid_killed_several_times_ends_with_the_rows_of_an_undisturbed_one(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    store, rng = tmp_path / "rows.jsonl", random.Random(0)
+    checkpoints = tmp_path / ".runs"
+    for _ in range(3):
+        grid = start(store, "slow")
+        until(lambda: list(checkpoints.glob("*.pt")))
+        time.sleep(rng.uniform(0, 1.5))
+        grid.kill()  # SIGKILL: the grid cannot say a word to its processes
+        grid.communicate()
+        time.sleep(2.5)  # its processes follow it
+        later = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
+        time.sleep(1)
+        assert later == {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}, "still at work"
+    assert len(found(store)) < len(RUNS)
+    for path in checkpoints.glob("*.pt"):  # as a kill in the middle of a write leaves it
+        path.with_name(f".{path.name}.{'0' * 32}").touch()
+    grid = start(store)
+    _, err = grid.communicate(timeout=120)
+    assert grid.returncode == 0, err
+    assert f"{len(RUNS)} of {len(RUNS)}" in err
+    assert found(store) == expected
+    assert list(checkpoints.glob("*")) == []
+
+
+def test_two_grids_share_the_work(tmp_path: Path, expected: dict[str, Any]) -> None:
+    store = tmp_path / "rows.jsonl"
+    grids = [start(store, "slow"), start(store, "slow")]
+    errs = [grid.communicate(timeout=120)[1] for grid in grids]
+    assert [grid.returncode for grid in grids] == [0, 0], errs
+    assert found(store) == expected
+    done = sum("%" in line for err in errs for line in err.splitlines())
+    assert done == len(RUNS)  # none of them twice
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    store = tmp_path / "rows.jsonl"
+    grid = start(store, "slow")
+    until(lambda: list((tmp_path / ".runs").glob("*.pt")))
+    os.killpg(grid.pid, signal.SIGINT)  # as a terminal does
+    _, err = grid.communicate(timeout=60)
+    assert grid.returncode != 0
+    assert f"of {len(RUNS)} runs left; the same command goes on from the last epochs" in err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_on_a_real_ray_cluster(tmp_path: Path, expected: dict[str, Any]) -> None:
+    store = tmp_path / "rows.jsonl"
+    grid = start(store, "ray")
+    _, err = grid.communicate(timeout=240)
+    assert grid.returncode == 0, err
+    assert found(store) == expected
+
+
+def test_a_run_of_the_store_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    run = RUNS[0]
+    store.append(Row(run.experiment, run.row, run.seed, run.described, {"accuracy": 0.5}, 1.0))
+    run_grid([run], Plainly(Toy()), store)
+    assert "all 1 runs are in" in capsys.readouterr().err
+    assert Task(run, Plainly(Toy()), store.path)(silent) is None  # nor by a worker that was asked to earlier
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="processes is 0; expected at least 1"):
+        run_grid(RUNS, Plainly(Toy()), Store(tmp_path / "rows.jsonl"), processes=0)
+    with pytest.raises(ValueError, match="no row is called DeepSquare9; the rows are Original, DeepSquare1"):
+        cifar10.run_tables(rows=["DeepSquare9"], results=tmp_path)
+    with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):
+        cifar10.run_tables(seeds=0, results=tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_nothing_listens_at_the_address(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"no Ray cluster at '127\.0\.0\.1:9' .*; start one with 'ray start --head'"):
+        run_grid(RUNS, Plainly(Toy()), Store(tmp_path / "rows.jsonl"), ray="127.0.0.1:9")
+
+
+def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    damaged = checkpoint_of(RUNS[0], store.path)
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"nonsense")
+    with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
+        run_grid(RUNS[:2], Plainly(Toy()), store, processes=1)
+    assert [row.row for row in store.rows()] == [RUNS[1].row]
+
+
+def test_a_diverged_run_is_a_row() -> None:
+    recipe = Recipe(epochs=6, batch=16, rate=1e4, warmup=0)
+    row = Plainly(Toy())(Run("toy", "Original", 0, "vanilla_cnn", "", "toy", recipe), None, silent)
+    assert "try a lower rate" in row.metrics["diverged"]
+    assert len(row.metrics["train_loss"]) < 6
+
+
+def test_the_tables_name_17_models_that_can_be_built() -> None:
+    models = cifar10.methods(TABLE_2, TABLE_3)
+    assert len(models) == len(set(models.values())) == 17
+    assert cifar10.methods(TABLE_3)["DeepSquare3"] == "pooling"  # not a second run under Table 3's own label
+    (run,) = cifar10.plan([TABLE_3], "short", 1, ["Square-Pooling"])
+    assert (run.row, run.spec) == ("DeepSquare3", "pooling")
+    for spec in models.values():
+        model = create_model("vanilla_cnn", spec)
+        assert (equipment(model) is None) == (spec == "")
+        assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)

@@ -1,0 +1,536 @@
+"""The report: its statistics, its verdicts, and the page made from rows."""
+
+import base64
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from deepsquare.cost import Cost, cost_of
+from deepsquare.paper.report import render
+from deepsquare.paper.report.curves import Scale, mean_curve, number
+from deepsquare.paper.report.evidence import find, load
+from deepsquare.paper.statistics import Interval, Median, interval, median, paired
+from deepsquare.paper.tables import TABLE_2, TABLE_3, TABLE_4
+from deepsquare.paper.verdict import Verdict, judge, judge_sign
+from deepsquare.results import Row
+
+BASE = (80.00, 81.00, 82.00, 81.00)
+GAINS = (1.00, 1.20, 0.80, 1.00)  # of Square-Pooling
+REPRODUCED, CONTRARY, INCONCLUSIVE = Verdict
+
+
+def row(
+    spec: str, seed: int, accuracy: float | None, *, schedule: str = "short", epochs: int = 12, **changes: Any
+) -> Row:
+    """A row of CIFAR-10 as the grid stores it; ``accuracy`` in per cent."""
+    final = None if accuracy is None else accuracy / 100
+    curve = [] if final is None else [final * (1 - 0.5**k) for k in range(1, epochs)] + [final]
+    recipe = {"model": "vanilla_cnn", "spec": spec, "schedule": schedule, "epochs": epochs, "weight_decay": 1e-4}
+    metrics = {"accuracy": final, "diverged": None, "test_accuracy": curve, "train_loss": curve}
+    values: dict[str, Any] = {"experiment": "cifar10", "row": spec or "Original", "date": "2025-11-01T00:00:00+00:00"}
+    values |= {"hardware": "a CPU", "commit": "0123456789abcdef", "versions": {"torch": "2.13.0"}, **changes}
+    recipe |= values.pop("recipe", {})
+    metrics |= values.pop("metrics", {})
+    return Row(**{"seed": seed, "recipe": recipe, "metrics": metrics, "seconds": 1800.0, **values})
+
+
+def rows_of(spec: str, accuracies: Sequence[float | None], **changes: Any) -> list[Row]:
+    return [row(spec, seed, accuracy, **changes) for seed, accuracy in enumerate(accuracies)]
+
+
+def standard_rows() -> list[Row]:
+    """Original and Square-Pooling over four seeds, short; the long schedule has only two of them."""
+    gained = [base + gain for base, gain in zip(BASE, GAINS, strict=True)]
+    long: dict[str, Any] = {"schedule": "long", "epochs": 80}
+    rows = [*rows_of("", BASE), *rows_of("pooling", gained)]
+    return [*rows, *rows_of("", BASE[:2], **long), *rows_of("pooling", gained[:2], **long)]
+
+
+def write(rows: Sequence[Row], folder: Path, name: str = "cifar10.jsonl") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
+    return folder
+
+
+class Page(HTMLParser):
+    """The cells of each section's tables, the links and sources, and what is not closed."""
+
+    VOID = frozenset({"meta", "img", "br", "link"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.tables: dict[str, list[list[str]]] = defaultdict(list)
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.section = ""
+        self.feed(self.text)
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.section = values["id"] or ""
+        elif tag == "tr":
+            self.tables[self.section].append([])
+        elif tag in ("td", "th"):
+            self.tables[self.section][-1].append("")
+        self.addresses += [values[name] or "" for name in ("href", "src", "xlink:href") if name in values]
+        self.ids += [values["id"] or ""] if "id" in values else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.tables[self.section][-1][-1] += data
+
+    def line(self, section: str, label: str) -> list[str]:
+        """The cells of a table's row, by the text of the first."""
+        cells = [[" ".join(cell.split()) for cell in cells] for cells in self.tables[section]]
+        return next(cells for cells in cells if cells and cells[0] == label)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Page]:
+    """A page from rows, with made-up costs of the large networks."""
+    costs = Cost(parameters=1_234_567, macs=2_000_000_000, products=1000, activation_bytes=1)
+    monkeypatch.setattr("deepsquare.paper.report.page.cost_of", lambda model, spec: costs)
+
+    def made(rows: Sequence[Row] = (), *more: Path, figures: Sequence[Path] = ()) -> Page:
+        folders = [write(rows, tmp_path / "results"), *more]
+        path = render(folders, figures, tmp_path / "page")
+        assert path == tmp_path / "page" / "index.html"
+        return Page(path)
+
+    return made
+
+
+def test_intervals_are_those_of_scipy() -> None:
+    hand = interval([1.0, 2.0, 3.0])
+    assert hand is not None
+    assert (hand.mean, hand.n) == (2.0, 3)
+    assert hand.half == pytest.approx(4.302652729911275 / math.sqrt(3))  # t of 97.5% and 2 degrees of freedom
+    values, base = (81.3, 82.1, 81.0, 83.2, 80.9), (80.0, 81.5, 81.2, 82.0, 80.1)
+    found = interval(values)
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((low, high))
+    difference = paired({**dict(enumerate(values)), 9: 0.0}, {**dict(enumerate(base)), 7: 50.0})
+    low, high = stats.ttest_rel(values, base).confidence_interval(0.95)
+    assert difference is not None
+    assert (difference.low, difference.high) == pytest.approx((low, high))
+    assert difference.n == 5
+    assert interval([]) is None
+    assert paired({0: 1.0}, {1: 1.0}) is None
+    one = interval([7.0])
+    assert one is not None
+    assert one.holds(1e9)
+    assert not one.bounded
+
+
+@pytest.mark.parametrize(
+    ("claim", "ends", "seeds", "diverged", "expected"),
+    [
+        (1.06, (0.2, 1.5), 3, 0, REPRODUCED),
+        (1.06, (-0.1, 1.5), 5, 0, INCONCLUSIVE),
+        (1.06, (-1.5, -0.2), 5, 0, CONTRARY),
+        (1.06, (0.0, 1.0), 5, 0, INCONCLUSIVE),  # 0 is not excluded
+        (-1.39, (-2.0, -0.5), 5, 0, REPRODUCED),
+        (-1.39, (0.5, 2.0), 5, 0, CONTRARY),
+        (1.06, (0.2, 1.5), 2, 0, INCONCLUSIVE),  # too few seeds
+        (1.06, None, 0, 0, INCONCLUSIVE),
+        (-0.02, (-0.49, 0.3), 5, 0, REPRODUCED),  # no difference
+        (-0.02, (-0.6, 0.3), 5, 0, INCONCLUSIVE),
+        (-0.02, (0.4, 0.8), 5, 0, INCONCLUSIVE),
+        (-0.02, (0.51, 0.8), 5, 0, CONTRARY),
+        (-0.02, (-2.0, -0.51), 5, 0, CONTRARY),
+        (0.1, (0.2, 0.3), 5, 0, REPRODUCED),  # a difference again
+        (1.06, (0.2, 1.5), 3, 2, REPRODUCED),  # 2 of 5 diverged
+        (1.06, (0.2, 1.5), 3, 4, CONTRARY),  # 4 of 7 diverged
+        (1.06, None, 0, 2, INCONCLUSIVE),
+        (None, None, 0, 3, REPRODUCED),
+        (None, None, 0, 2, INCONCLUSIVE),
+        (None, (-9.0, -8.0), 2, 2, INCONCLUSIVE),  # half of them is no majority
+        (None, (-9.0, -8.0), 2, 3, REPRODUCED),
+        (None, (-9.0, -8.0), 3, 0, CONTRARY),
+        (None, (-9.0, -8.0), 2, 0, INCONCLUSIVE),
+    ],
+)
+def test_verdicts(
+    claim: float | None, ends: tuple[float, float] | None, seeds: int, diverged: int, expected: Verdict
+) -> None:
+    ours = None if ends is None else Interval((ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2, seeds)
+    assert judge(claim, ours, seeds + diverged, diverged) is expected
+
+
+def test_the_tables_show_the_rows(make: Callable[..., Page]) -> None:
+    page = make(standard_rows())
+    low, high = stats.ttest_rel([b + g for b, g in zip(BASE, GAINS, strict=True)], BASE).confidence_interval(0.95)
+    half = stats.sem(BASE) * stats.t.ppf(0.975, 3)
+    original, ours = page.line("table2", "Original"), page.line("table2", "DeepSquare3")
+    assert original[1:4] == ["None", "81.71", "0"]
+    assert original[4:6] == [f"81.00 ± {half:.2f}4 seeds", "−0.71against the paper"]
+    assert ours[1:4] == ["3_4", "82.77", "+1.06"]
+    assert ours[5] == f"+1.00[+{low:.2f}, +{high:.2f}] ≈✓ reproduced"
+    assert ours[6].endswith("2 seeds")
+    assert ours[7].endswith("? inconclusive")
+    assert "≈" not in ours[7]  # an interval of two seeds holds nearly everything
+    assert page.line("table3", "Square-Pooling")[2:] == ours[2:]  # the same network
+    assert page.line("table3", "Variant1")[4:] == ["no run yet", ""] * 2
+    headings = page.tables["table2"][0]
+    assert headings[3:] == ["Ours, short (12 epochs)", "Ours, long (80 epochs)"]
+    text = " ".join(page.text.split())
+    assert "make 16 claims" in text
+    assert "1 is reproduced; 15 have no run yet" in text
+    assert "at least 3 paired seeds: short (12 epochs) for 1." in text
+    assert page.line("conditions", "cifar10")[1:5] == ["12", "0, 1, 2, 3", "6.0", "2025-11-01"]
+
+
+def test_the_page_stands_alone(make: Callable[..., Page], tmp_path: Path) -> None:
+    (tmp_path / "fig2.png").write_bytes(b"\x89PNG not really")
+    page = make(standard_rows(), figures=[tmp_path / "nowhere", tmp_path])
+    picture = "data:image/png;base64," + base64.b64encode(b"\x89PNG not really").decode()
+    assert {a for a in page.addresses if not a.startswith("#")} == {"https://arxiv.org/abs/1906.04979", picture}
+    anchors = {a[1:] for a in page.addresses if a.startswith("#")}
+    assert anchors <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert not re.search(r"<script|<link|@import|url\(|\bnan\b", page.text)
+    again = make(standard_rows(), figures=[tmp_path])
+    assert again.text == page.text
+
+
+def test_everything_may_be_missing(make: Callable[..., Page], tmp_path: Path) -> None:
+    path = render([tmp_path / "nowhere"], [], tmp_path / "empty")
+    page = Page(path)
+    assert "No rows yet: run" in page.text
+    assert "deepsquare reproduce table2 --schedule long --results results" in page.text
+    assert page.line("table2", "DeepSquare6")[2:] == ["divergence", "–"]
+    assert page.line("table4", "SP & SEx")[1:4] == ["71.60", "90.17", "+0.62"]
+    assert page.line("table6", "GE-θ")[1:5] == ["22%", "78.00", "94.13", "1,234,567"]
+    assert page.line("table1", "3")[1:] == ["Conv3×3s2", "4×4×128", "4×4×128 ✓", "73,984", "1,179,648"]
+    assert page.line("table1", "Sum")[4:] == ["94,762", "2,581,760"]
+    assert "| DeepSquare3 | 3_4 | 82.77 | +1.06 |\n" in (path.parent / "summary.md").read_text(encoding="utf-8")
+
+
+def test_a_cut_line_and_other_files(make: Callable[..., Page], tmp_path: Path) -> None:
+    folder = tmp_path / "second"
+    write(standard_rows(), folder, "cut.jsonl")
+    with (folder / "cut.jsonl").open("a") as file:
+        file.write('{"experiment": "cif')
+    (folder / "support.jsonl").write_text('{"family": "alexnet"}\n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "only.jsonl").write_text('{"exp')
+    page = make((), folder)
+    assert page.text.count("the last line is cut") == 2
+    assert page.line("table2", "DeepSquare3")[5].endswith("✓ reproduced")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"accuracy": "0.7"}, "row DeepSquare3 of cifar10, seed 0, cannot be read"),
+        ({"test_accuracy": 3}, "cannot be read"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(metrics: dict[str, Any], message: str) -> None:
+    odd = row("pooling", 0, 70.0, row="DeepSquare3")
+    with pytest.raises(ValueError, match=message):
+        find(TABLE_2, [replace(odd, metrics={**odd.metrics, **metrics})])
+
+
+def test_a_damaged_fig2_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fig2.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"fig2\.json does not hold the counts of Figure 2"):
+        render([tmp_path], [], tmp_path / "page")
+
+
+def test_medians_by_ranks() -> None:
+    assert median(list(range(1, 10))) == Median(5, 2, 8)  # of 9 the second and the eighth: 96%
+    assert median([3.0, 1.0, 2.0]) == Median(2, 1, 3)
+
+
+def test_peers_on_the_page(make: Callable[..., Page]) -> None:
+    cost = asdict(Cost(100, 1000, 10, 400))
+    dearer = asdict(Cost(110, 1500, 20, 800))
+    seconds = {"inference, batch 1": {"own": [1.5] * 9, "base": [1.0] * 9}}
+    again = {"inference, batch 1": {"own": [2.5] * 20, "base": [2.0] * 20}}
+    both = {"inference, batch 1": {"own": [1.0] * 9, "base": [1.0] * 9, "without_kernels": [1.1] * 9}}
+    metrics = {
+        "": {"cost": cost},
+        "se": {"cost": dearer, "seconds": seconds},
+        "pooling": {"cost": cost, "seconds": both},
+    }
+    more = {"": {"cost": cost}, "se": {"cost": dearer, "seconds": again}}
+    conditions: dict[str, Any] = {"recipe": {"threads": 2}, "seconds": 1.0}
+    bench = [
+        Row("bench", "models/resnet50", 0, metrics=metrics, date="2025-01-02", commit="b", **conditions),
+        Row("bench", "models/resnet50", 1, metrics=more, date="2025-01-03", commit="b", **conditions),
+        Row("bench", "models/resnet50", 2, metrics=metrics, date="2025-01-01", commit="a", **conditions),  # older code
+    ]
+    rows = [*rows_of("", BASE), *rows_of("bilinear(size=32)", [value + 1 for value in BASE])]
+    page = make([*bench, *rows])
+    assert page.line("peers", "Squeeze-and-Excitation")[1:] == ["10+10%", "+50%", "+100%", "1.250[1.25, 1.50]"]
+    assert page.line("peers", "the same without our kernels")[-1] == "1.100[1.10, 1.10]"
+    assert "SE: 76.71% at 1.25 times the time" in page.text
+    assert page.line("cifarpeers", "Bilinear (C=32)")[-1].startswith("+1.00")
+    assert "reproduced" not in page.line("cifarpeers", "Bilinear (C=32)")[-1]  # the paper claims nothing
+
+
+def test_functions_on_the_page(make: Callable[..., Page]) -> None:
+    times = {
+        "seconds": [1e-3, 1e-3, 1e-3],
+        "limit": [5e-4, 4e-4, 6e-4],
+        "ours / limit": [2.0, 1.5, 2.5],
+        "formula / ours": [3.0, 3.0, 3.0],
+        "compiled / ours": [1.5, 1.5, 1.5],
+        "allocated": {"ours": 1_000_000, "formula": 3_000_000},
+    }
+    case = {"forward": times, "forward + backward": times, "bytes": 1_000_000}
+    metrics = {"64×56×56": case, "64×28×28": {**case, "bytes": 250_000}}
+    described = {"rounds": 9, "threads": 2, "batch": 1}
+    page = make([Row("bench", "ops/square_excitation/contiguous/float32", 0, described, metrics, 1.0)])
+    assert page.line("ops", "64×56×56")[1:4] == ["2.00[1.50, 2.50]", "3.00", "1.50"]
+    assert page.line("ops", "64×56×56")[-2:] == ["1.00", "3.00"]
+    assert "Square-Excitation, on the largest map: limit 4 GB/s, ours 2 GB/s" in page.text
+
+
+def test_deployed_networks_on_the_page(make: Callable[..., Page]) -> None:
+    def deployed(experiment: str, name: str, kind: str, precision: str, **metrics: Any) -> Row:
+        return Row(experiment, name, 0, {"runtime": kind, "precision": precision}, metrics, 1.0)
+
+    time = {"seconds": [5e-3, 5e-3, 5e-3], "ratio": [1.02, 0.99, 1.03]}
+    one = {"bytes": 9_100_000, "memory": 20_000_000, "outside": {}, "1": time, "2": time}
+    described = {"rounds": 9, "input": 224, "batch": 1}
+    bench = Row("bench", "deploy/a/onnx/int8", 0, described, {"": one, "pooling": one, "again": one}, 1.0)
+    proof: dict[str, Any] = {
+        "refused": None,
+        "difference": 1e-6,
+        "rounding": 2e-6,
+        "agreement": 1.0,
+        "bytes": 1,
+        "outside": {},
+        "squares_outside": 0,
+    }
+    page = make(
+        [
+            bench,
+            deployed("int8", "net+softmin", "onnx", "float32", accuracy=0.7, overflows=3),
+            deployed("int8", "net+softmin", "executorch", "int8", accuracy=0.69, overflows=0),
+            deployed("int8", "net", "onnx", "int8", accuracy=0.69, overflows=0),  # nothing to compare with
+            deployed("parity", "net", "onnx", "float32", **proof),
+            deployed("parity", "net+pooling", "onnx", "float32", **{**proof, "difference": 3e-5, "agreement": 0.75}),
+            deployed("parity", "net+gsop", "executorch", "float32", refused="no such operation"),
+        ]
+    )
+    cells = ["5.00+2.0% [−1.0, +3.0]", "5.00+2.0% [−1.0, +3.0]", "9.10", "20.0"]
+    assert page.line("deploy", "Square-Pooling")[1:] == cells
+    assert (
+        "onnxruntime, int8, time added with one thread: plain +2.0%, Square-Pooling +2.0%, plain, again +2.0%"
+        in page.text
+    )
+    assert page.line("deploy", "net+softmin")[2:] == ["70.003 pictures overflow", "no run yet", "69.00−1.00"]
+    assert page.line("deploy", "net") == ["net", "2", "2.0e-06", "3.0e-05", "75%", "not written", "0"]
+    assert page.line("deploy", "net+gsop")[2:4] == ["–", "not written"]
+    assert "net+gsop, ExecuTorch: no such operation" in page.text
+
+
+def test_one_run_under_two_labels_counts_once() -> None:
+    rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("pooling", BASE, row="Square-Pooling")]
+    findings = find(TABLE_2, rows)
+    assert len(findings.lines[3].results[findings.schedules[0]].runs) == len(BASE)
+
+
+def test_a_blank_first_line_is_no_matter(tmp_path: Path) -> None:
+    folder = write([row("pooling", 0, 80.0)], tmp_path)
+    (path,) = folder.glob("*.jsonl")
+    path.write_text("\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert len(load([folder])[0]) == 1
+
+
+def test_a_run_counts_once_and_the_first_folder_wins(tmp_path: Path) -> None:
+    first = write([row("pooling", 0, 80.0)], tmp_path / "a")
+    again = [row("pooling", 0, 70.0), row("pooling", 1, 71.0)]
+    rows, notes = load([first, write(again, tmp_path / "b"), tmp_path / "none"])
+    assert [(r.seed, r.metrics["accuracy"]) for r in rows] == [(0, 0.8), (1, 0.71)]
+    assert notes == []
+
+
+def test_the_latest_of_two_recipes_is_shown() -> None:
+    new: Mapping[str, Any] = {"recipe": {"weight_decay": 5e-4}, "date": "2025-12-01T00:00:00+00:00"}
+    rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("", (70.0, 71.0, 72.0), **new)]
+    findings = find(TABLE_2, rows)
+    (schedule,) = findings.schedules
+    assert [run.accuracy for run in findings.lines[0].results[schedule].runs] == pytest.approx([70, 71, 72])
+    assert not findings.lines[3].results
+    assert findings.notes == (
+        "cifar10, vanilla_cnn: 2 recipes are called “short”. The one that ran last is shown; 8 runs of the others "
+        "left out.",
+    )
+
+
+def test_diverged_runs_are_counted_and_left_out(make: Callable[..., Page]) -> None:
+    lost: dict[str, Any] = {"metrics": {"diverged": "the loss is nan", "test_accuracy": [0.1, math.nan]}}
+    six = str(TABLE_2.entries[9].spec)
+    some = [*rows_of("moment6", (73.0, 72.0, 72.5, 10.0))[:3], row("moment6", 3, 10.0, **lost)]
+    none_left = [*rows_of(six, (10.0, None, 9.0), **lost), *rows_of("moment4", (10.0, None, 9.0), **lost)]
+    page = make([*standard_rows(), *some, *none_left])
+    assert page.line("table3", "Variant4")[4].endswith("1 of 4 diverged")
+    assert page.line("table3", "Variant4")[4].startswith("72.50 ± 1.24")
+    assert page.line("table3", "Variant4")[5].startswith("−8.50[")
+    assert page.line("table2", "DeepSquare6")[4:6] == ["divergence3 of 3 diverged", "✓ reproduced"]
+    assert page.line("table3", "Variant2")[4:6] == ["divergence3 of 3 diverged", "✗ contrary"]
+
+
+def test_runs_on_other_data_are_proxies(make: Callable[..., Page]) -> None:
+    proxy: dict[str, Any] = {"experiment": "imagenette", "recipe": {"model": "resnet18"}}
+    rows = []
+    for spec, gain in (("", 0.0), ("pooling", 1.0)):
+        for seed in range(3):
+            top = (50 + seed + gain + 0.1 * gain * seed) / 100
+            metrics = {"top1": top, "top5": 0.9, "accuracy": top}
+            own = {"dropout": 0.2} if spec else {}
+            rows.append(row(spec, seed, None, **{**proxy, "recipe": {**proxy["recipe"], **own}, "metrics": metrics}))
+    findings = find(TABLE_4, rows)
+    (schedule,) = findings.schedules
+    assert schedule.is_proxy
+    assert findings.lines[1].summary is None  # not a verdict on the paper
+    assert not findings.lines[3].results  # 200 epochs are another run
+    page = make(rows)
+    assert page.line("table4", "Square-Pooling (SP)")[-1].endswith("✓ reproduced (proxy)")
+    assert page.tables["table4"][0][-1] == "Ours, proxy imagenette, short (12 epochs)"
+    assert page.line("table2", "DeepSquare3")[-1] == "+1.06"
+
+
+def test_a_continued_network_stands_in_a_table_of_its_own(make: Callable[..., Page]) -> None:
+    def runs(spec: str, tops: tuple[float, ...], schedule: str) -> list[Row]:
+        proxy = {"model": "shufflenet_v2_x0_5", "schedule": schedule}
+        of_seed = [{"top1": top, "top5": 0.9, "accuracy": top} for top in tops]
+        shared: dict[str, Any] = {"experiment": "imagenette", "recipe": proxy}
+        return [row(spec, seed, None, **shared, metrics=metrics) for seed, metrics in enumerate(of_seed)]
+
+    begun = runs("", (0.5, 0.51, 0.52), "96 px")
+    continued = [
+        *runs("", (0.6, 0.61, 0.62), "96 px, continued"),
+        *runs("softmin", (0.63, 0.64, 0.66), "96 px, continued"),
+    ]
+    page = make([*begun, *continued])
+    assert page.line("continued", "Square-Softmin (SS)")[2].startswith("+3.33")
+    assert page.line("continued", "ShuffleNetV2-0.5×")[1].startswith("61.00")
+    assert page.line("table7", "ShuffleNetV2-0.5×")[-2].startswith("51.00")  # from the start
+    assert page.line("table7", "ShuffleNetV2-0.5×")[-1] == ""  # the paper's accuracy is of other data
+
+
+def test_the_latest_schedule_with_seeds_enough_is_judged() -> None:
+    line = find(TABLE_3, standard_rows()).lines[2]
+    assert [schedule.name for schedule in line.results] == ["short", "long"]
+    assert line.summary is not None
+    assert line.summary[0].name == "short"
+
+
+def test_the_rows_of_the_spirals(make: Callable[..., Page]) -> None:
+    def stored(mean: float, half: float) -> dict[str, float]:
+        return {"mean": mean, "low": mean - half, "high": mean + half}
+
+    relu = {"test_loss": stored(0.3, 0.01), "test_accuracy": stored(0.9, 0.01), "sharpest_turn": stored(100, 5)}
+    against = {"test_loss": stored(-0.1, 0.02), "test_accuracy": stored(-0.02, 0.01), "sharpest_turn": stored(1, 2)}
+    better, times = {"steps": 9, "settings": 4, "of": 14}, {"forward": 9, "forward_backward": 4}
+    lists = {name: [0.0, 0.0, None] for name in relu}
+    rows = [
+        Row("spirals", "three-arm/relu", 0, {"seeds": 3}, {**lists, "means": relu}, 1.0),
+        Row("spirals", "three-arm/relu_square", 0, {}, {**lists, "means": relu, "against_relu": against}, 1.0),
+        Row("spirals", "settings/three-arm", 0, {}, {"relu_square_better": [better]}, 1.0),
+        Row("spirals", "activation cost", 0, {}, {"relative_to_relu": {"tanh": times}}, 1.0),
+    ]
+    page = make(rows)
+    assert page.tables["figure6"][0] == ["Network", "test loss", "test accuracy (%)"]
+    assert page.line("figure6", "ReLU") == ["ReLU", "0.300 ± 0.010", "90.0 ± 1.0"]
+    assert page.line("figure6", "Difference")[1:] == ["−0.100 ± 0.020✓ reproduced", "−2.0 ± 1.0✗ contrary"]
+    assert page.line("figure5", "Difference")[1:] == ["+1.0 ± 2.0? inconclusive"]
+    assert page.line("spirals", "tanh")[1:] == ["9.00", "4.00"]
+    assert page.line("conditions", "spirals")[1:3] == ["4", "3 a network"]
+    assert "4 after 9 steps.</p>" in page.text
+    assert "deepsquare reproduce fig3" in page.text  # the other task has no rows
+    assert judge_sign(-1, Interval(-1, 0.5, 2)) is INCONCLUSIVE
+    assert judge_sign(-1, Interval(-1, math.nan, 5)) is INCONCLUSIVE
+
+
+def test_texts_from_rows_are_escaped(make: Callable[..., Page]) -> None:
+    page = make(rows_of("", BASE, schedule="<script>alert(1)</script>", hardware="<b>"))
+    assert "<script" not in page.text
+    assert "<b>" not in page.text
+
+
+def test_costs_are_counted() -> None:
+    base, equipped = cost_of("resnet18", ""), cost_of("resnet18", "pooling+excitation")
+    assert base.parameters == 11_689_512  # as torchvision states it
+    assert base.macs == pytest.approx(1.814e9, rel=1e-3)
+    assert equipped.added_to(base)["parameters"] == 8
+    assert equipped.added_to(base)["products"] == 1_532_800
+
+
+def test_charts() -> None:
+    scale = Scale.over([-1.0, 2.0], [0.5, -50.0])
+    assert -3.5 < scale.low < -3
+    assert scale(-50) == 0
+    assert scale.ticks == [-3, -2, -1, 0, 1, 2]
+    assert [number(value) for value in (1.06, -0.02, 0.0, -0.001)] == ["+1.06", "−0.02", "0.00", "0.00"]
+    result = next(iter(find(TABLE_2, rows_of("", BASE)).lines[0].results.values()))
+    assert mean_curve(result)[-1].mean == pytest.approx(81)
+    assert len(mean_curve(result)) == 12
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+REPORTING = """<script>
+const root = document.documentElement;
+onload = () => parent.postMessage([innerWidth, root.scrollWidth - root.clientWidth], "*");
+</script>"""
+WRAPPER = """<!doctype html><body><script>
+let seen = [];
+onmessage = event => { seen.push(event.data); document.body.dataset.seen = JSON.stringify(seen); };
+</script>
+<iframe src="page.html" style="border: 0; width: 390px; height: 800px"></iframe>
+<iframe src="page.html" style="border: 0; width: 1280px; height: 800px"></iframe>
+</body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: the layout is checked where there is one")
+def test_the_page_does_not_scroll_sideways(make: Callable[..., Page], tmp_path: Path) -> None:
+    quick = rows_of("", BASE, schedule="quick", epochs=2)
+    page = make([*standard_rows(), *quick])
+    (tmp_path / "page.html").write_text(page.text.replace("</body>", REPORTING + "</body>"), encoding="utf-8")
+    (tmp_path / "wrapper.html").write_text(WRAPPER, encoding="utf-8")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags += ["--window-size=1800,900", "--virtual-time-budget=5000", "--dump-dom"]
+    command = [str(CHROMIUM), *flags, (tmp_path / "wrapper.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    seen = re.search(r'data-seen="([^"]+)"', done.stdout)
+    assert seen, done.stderr
+    assert dict(json.loads(seen[1])) == {390: 0, 1280: 0}  # by width of the window, how far the page reaches beyond
+
+
+def test_the_committed_summary_is_made_from_the_committed_rows(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    render([root / "results"], [root / "docs/figures"], tmp_path)
+    expected = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert (root / "docs/results.md").read_text(encoding="utf-8") == expected, "run: make results"

@@ -1,0 +1,172 @@
+"""Residual blocks with the end in one pass: the same outputs, gradients and life as the block written out."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import create, equip_quietly, images, tuned
+from torch import Tensor, nn
+
+import deepsquare as ds
+from deepsquare import kernels
+from deepsquare.kernels import cpu
+from deepsquare.nn import SquareExcitation
+from deepsquare.paper.deployment.parity import calibrated
+from deepsquare.surgery.blocks import FusedBlock
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
+MODELS = ["resnet18", "resnet50", "timm/resnet18", "timm/resnet50", "timm/resnet26d"]
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The results of the ends that ran in one pass."""
+    results: list[Tensor] = []
+    function = cpu.square_excitation_add_relu
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        results.append(function(*arguments, **options))
+        return results[-1]
+
+    monkeypatch.setattr(cpu, "square_excitation_add_relu", noted)
+    return results
+
+
+def made(name: str = "resnet18", spec: str = "excitation", **arguments: Any) -> nn.Module:
+    return tuned(equip_quietly(create(name, num_classes=5, **arguments), spec))
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The loss and every gradient of a training step."""
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_are_those_of_the_block_written_out(name: str, fused: list[Tensor]) -> None:
+    x = images()
+    model = calibrated(made(name, "pooling+excitation"), x)
+    blocks = sum(isinstance(module, FusedBlock) for module in model.modules())
+    assert blocks == len(ds.sites(model).of("branch_end"))
+    with torch.no_grad():
+        fused.clear()
+        y, ends = model(x), len(fused)
+        with kernels.without_kernels():
+            torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-5)
+    assert ends == blocks == len(fused)
+    model.train()
+    found = step(copy.deepcopy(model), x)
+    with kernels.without_kernels():
+        plain = step(copy.deepcopy(model), x)
+    assert len(found) == len(plain) == 1 + len(list(model.parameters()))
+    for ours, expected in zip(found, plain, strict=True):
+        assert (ours - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_unequip_gives_the_classes_back() -> None:
+    model = create("resnet18")
+    classes = [type(module) for module in model.modules()]
+    ds.unequip(equip_quietly(model, "excitation"))
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_copies_pickles_and_folds(fused: list[Tensor]) -> None:
+    x = images()
+    model = calibrated(made(), x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)  # written a moment ago
+    with torch.no_grad():
+        y = model(x)
+        for other in (copy.deepcopy(model), loaded, ds.fold(model)):
+            fused.clear()
+            torch.testing.assert_close(other(x), y, rtol=1e-4, atol=1e-5)
+            assert len(fused) == 8
+
+
+@pytest.mark.parametrize("which", ["norm", "excitation", "relu", "all"])
+def test_hooks_are_called(which: str, fused: list[Tensor]) -> None:
+    model = made().eval()
+    block: Any = model.get_submodule("layer1.0")
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, _: Any, output: Tensor) -> None:
+        if module in (block.bn2, block.bn2.deepsquare_excitation, block.relu):
+            seen.append(output)
+
+    if which == "all":
+        handle = nn.modules.module.register_module_forward_hook(hook)
+    else:
+        at = {"norm": block.bn2, "excitation": block.bn2.deepsquare_excitation, "relu": block.relu}
+        handle = at[which].register_forward_hook(hook)
+    try:
+        with torch.no_grad():
+            model(images())
+    finally:
+        handle.remove()
+    assert seen
+    assert len(fused) == (0 if which == "all" else 7), "the other blocks go on"
+
+
+@pytest.mark.parametrize("arguments", [{"drop_path_rate": 0.1}, {"block_args": {"attn_layer": "se"}}])
+def test_blocks_with_more_at_their_end_are_left_as_they_are(arguments: dict[str, Any], fused: list[Tensor]) -> None:
+    model = made("timm/resnet18", **arguments)
+    with torch.no_grad():
+        model(images())
+    assert len(fused) == (1 if "drop_path_rate" in arguments else 0), "the first block has no drop path"
+
+
+def test_another_class_of_block_is_left_as_it_is(fused: list[Tensor]) -> None:
+    class Own(create("resnet18").layer1[0].__class__):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y * 2
+
+    model: Any = create("resnet18")
+    model.layer1[0].__class__ = Own
+    equip_quietly(model, "excitation")
+    with torch.no_grad():
+        model(images())
+    assert len(fused) == 7
+
+
+def test_compiled_and_exported_without_it(fused: list[Tensor]) -> None:
+    x = images()
+    model = calibrated(made(), x)
+    with torch.no_grad():
+        y = model(x)
+        fused.clear()
+        program = torch.export.export(model, (x,)).module()
+        torch.testing.assert_close(program(x), y, rtol=1e-4, atol=1e-5)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), y, rtol=1e-4, atol=1e-5)
+    assert not fused
+
+
+def test_autocast(fused: list[Tensor]) -> None:
+    x = images()
+    model = calibrated(made(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused.clear()
+        y = model(x)
+        assert len(fused) == 8
+        with kernels.without_kernels():
+            torch.testing.assert_close(y, model(x), rtol=0.1, atol=0.1)
+
+
+def test_another_excitation_is_called(fused: list[Tensor]) -> None:
+    class Silent(SquareExcitation):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0
+
+    model = made().eval()
+    model.get_submodule("layer1.0.bn2.deepsquare_excitation").__class__ = Silent
+    vars(model.get_submodule("layer1.1.bn2.deepsquare_excitation"))["forward"] = lambda x: x * 0
+    with torch.no_grad():
+        model(torch.randn(1, 3, 64, 64))
+    assert len(fused) == 8 - 2

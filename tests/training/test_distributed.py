@@ -1,0 +1,116 @@
+"""Many processes train as one does, count every picture once, and start again when one of them is killed."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from helpers.colored import make_pictures
+
+from deepsquare.training import Team, join
+from deepsquare.training.distributed import meet
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_script.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("data"))
+
+
+def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [f"--max-restarts={restarts}", str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def one_process(*arguments: str | Path) -> int:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, timeout=300, check=False, capture_output=True).returncode
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("alone") / "run.json"
+    assert one_process(data, out) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert found["accuracy"] == expected["accuracy"]  # counted exactly: 21 pictures on two processes, batches of 4
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [(), ("micro",)])
+def test_two_processes_follow_the_loss_of_one(
+    data: Path, alone: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    torchrun(2, data, tmp_path / "run.json", *options)
+    same(json.loads((tmp_path / "run.json").read_text()), alone)
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]  # it learns: the comparison is not one of standing still
+
+
+def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
+    data: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    torchrun(2, data, tmp_path / "run.json", "keep", "die=5", restarts=2)
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["restarts"] == "1"
+    losses = len(found["losses"])
+    assert 0 < losses < len(alone["losses"])  # it went on, not anew
+    same({**found, "losses": alone["losses"][:-losses] + found["losses"]}, alone)
+
+
+def test_ten_kills_at_random_steps_change_no_bit(data: Path, tmp_path: Path) -> None:
+    random = Random(0)
+    for _ in range(10):
+        assert one_process(data, tmp_path / "killed.json", "long", "keep", f"die={random.randint(1, 4)}") == -SIGKILL
+    assert one_process(data, tmp_path / "killed.json", "long", "keep") == 0
+    assert one_process(data, tmp_path / "undisturbed.json", "long") == 0
+    killed, undisturbed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("killed", "undisturbed"))
+    assert len(killed["losses"]) < len(undisturbed["losses"])  # the last attempt was not the whole run
+    for name in ("weights", "accuracy", "loss"):
+        assert killed[name] == undisturbed[name]
+
+
+def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:
+    store = dist.HashStore()
+    names = []
+    for attempt in range(3):  # the last of the first attempts speaks and dies, so its word stays
+        if attempt < 2:
+            store.set("deepsquare/word/2", f"dead{attempt}")
+        with ThreadPoolExecutor(3) as threads:
+            stores = list(threads.map(lambda rank: meet(store, rank, 3, patience=30), range(3)))
+        stores[1].set("address", str(attempt))
+        names += [one.get("address").decode() for one in stores]
+        assert not stores[0].check(["address of another attempt"])
+        stores[2].set("address of another attempt", "")
+    assert names == ["0"] * 3 + ["1"] * 3 + ["2"] * 3
+
+
+def test_one_who_does_not_come_is_told() -> None:
+    with pytest.raises(TimeoutError, match=r"1 of 2 processes have not come .* the first is 1;"):
+        meet(dist.HashStore(), 0, 2, patience=0.1)
+
+
+def test_every_thing_is_one_process_s() -> None:
+    for size in (1, 2, 3, 7):
+        parts = [list(Team(rank, size).part(11)) for rank in range(size)]
+        assert sorted(index for part in parts for index in part) == list(range(11))
+
+
+def test_an_environment_that_is_half_a_team_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="has RANK but not LOCAL_RANK, WORLD_SIZE; start with torchrun"), join():
+        pass
