@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path beside ``path`` to write to; it takes the place of ``path`` when the block ends, not when it fails."""
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,13 +29,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def clear(path: Path) -> None:
+def remove_stale_temps(path: Path) -> None:
     """Remove what writers of ``path`` that were killed left beside it; nobody may be writing it now."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}*"):
         left.unlink(missing_ok=True)
 
 
-def make_writable(folder: Path) -> None:
+def ensure_writable(folder: Path) -> None:
     """Make the folder, or stop before the work that would be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

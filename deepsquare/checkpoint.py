@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deepsquare._files import replacing
-from deepsquare.models import WEIGHT_ARGUMENTS, Origin, create_model
-from deepsquare.surgery import PREFIX, check_intact, equipment, fold, is_folded, refuse_inner, unwrap
+from deepsquare._files import atomic_write
+from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
+from deepsquare.surgery import PREFIX, check_intact, equip_record, fold, is_folded, refuse_inner, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -36,12 +36,12 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "folded": (bool,),
     "pictures": (dict, type(None)),
 }
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pictures, by channel, from 0 to 1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, by channel, from 0 to 1
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """How a picture becomes a model's input, and the names of the classes that it tells apart.
+class Preprocessing:
+    """How a image becomes a model's input, and the names of the classes that it tells apart.
 
     Attributes:
         classes: their names, in the order of the outputs.
@@ -69,7 +69,7 @@ class Pictures:
             raise ValueError(f"std is {self.std}; expected numbers above 0")
 
     @classmethod
-    def read(cls, stored: dict[str, Any], path: PathLike) -> Pictures:
+    def read(cls, stored: dict[str, Any], path: PathLike) -> Preprocessing:
         """From a header; a clear word if it is damaged."""
         try:
             mean, std = (tuple(float(value) for value in stored[key]) for key in ("mean", "std"))
@@ -81,36 +81,36 @@ class Pictures:
             raise ValueError(reason) from error
 
 
-def save(model: nn.Module, path: PathLike, pictures: Pictures | None = None) -> None:
+def save(model: nn.Module, path: PathLike, preprocessing: Preprocessing | None = None) -> None:
     """Write ``model`` to a safetensors file from which :func:`load` rebuilds it.
 
-    ``pictures`` says how a picture becomes its input and what its classes are called; what evaluates, exports or
-    predicts finds it there (:func:`read_pictures`).
+    ``preprocessing`` says how a image becomes its input and what its classes are called; what evaluates, exports or
+    predicts finds it there (:func:`read_preprocessing`).
 
     A model that :func:`deepsquare.create_model` did not build is saved with its spec, but without its name; load it
     with :func:`load_weights`. The file is written beside its place first and renamed, so it is whole or not there.
     """
     model = unwrap(model)
-    present = equipment(model)
+    present = equip_record(model)
     refuse_inner(model)
     check_intact(model)
-    origin: Origin | None = getattr(model, "deepsquare_origin", None)
+    config: ModelConfig | None = getattr(model, "deepsquare_config", None)
     header = {
         "format": "deepsquare",
         "version": VERSION,
-        "name": origin.name if origin else None,
-        "arguments": origin.arguments if origin else {},
+        "name": config.name if config else None,
+        "arguments": config.kwargs if config else {},
         "spec": present.spec if present else "",
         "dropout": present.dropout if present else None,
         "input_shape": present.sites.input_shape if present else None,
         "folded": is_folded(model),
-        "pictures": asdict(pictures) if pictures else None,
+        "pictures": asdict(preprocessing) if preprocessing else None,
     }
     try:
         metadata = {key: json.dumps(value) for key, value in header.items()}
     except TypeError as error:
         raise ValueError(
-            f"the arguments {header['arguments']} of {header['name']} cannot be stored: {error}. Build the model with "
+            f"the arguments {header['kwargs']} of {header['name']} cannot be stored: {error}. Build the model with "
             "numbers, strings and truth values only"
         ) from error
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -118,7 +118,7 @@ def save(model: nn.Module, path: PathLike, pictures: Pictures | None = None) -> 
     for key, value in tensors.items():
         if first[value.untyped_storage().data_ptr()] != key:  # a second name of one tensor
             tensors[key] = value.clone()
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         try:
             save_file(tensors, temporary, metadata)
         except SafetensorError as error:
@@ -139,11 +139,11 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
             f"{header.get('spec', '')!r}, and use deepsquare.load_weights(model, path)"
         )
     chosen = header["spec"] if spec is None else spec
-    arguments = {key: value for key, value in header["arguments"].items() if key not in WEIGHT_ARGUMENTS}
+    kwargs = {key: value for key, value in header["arguments"].items() if key not in WEIGHT_KWARGS}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* started at γ = 0")  # weights follow
         shape = header["input_shape"]
-        model = create_model(header["name"], chosen, dropout=header["dropout"], input_shape=shape, **arguments)
+        model = create_model(header["name"], chosen, dropout=header["dropout"], input_shape=shape, **kwargs)
     if header["folded"]:
         model = fold(model.eval())
     tensors = load_file(path)
@@ -232,14 +232,14 @@ def read_header(path: PathLike) -> dict[str, Any]:
     return header
 
 
-def read_pictures(path: PathLike) -> Pictures | None:
-    """What pictures a checkpoint was saved for, if it says so."""
+def read_preprocessing(path: PathLike) -> Preprocessing | None:
+    """What images a checkpoint was saved for, if it says so."""
     stored = read_header(path).get("pictures")
-    return Pictures.read(stored, path) if stored else None
+    return Preprocessing.read(stored, path) if stored else None
 
 
 def _describe(model: nn.Module) -> str:
-    present = equipment(model)
+    present = equip_record(model)
     return type(model).__name__ + (f" equipped with {present.spec!r}" if present else "")
 
 
@@ -247,4 +247,4 @@ def _holds(header: dict[str, Any]) -> str:
     if not header:
         return "The file does not say which model it holds"
     name = header["name"] or "a model of your own"
-    return f"The file holds {name} with spec {header['spec']!r} and arguments {header['arguments']}"
+    return f"The file holds {name} with spec {header['spec']!r} and arguments {header['kwargs']}"

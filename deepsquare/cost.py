@@ -52,7 +52,7 @@ class Cost:
 
     parameters: int
     macs: int
-    products: int
+    elementwise_muls: int
     activation_bytes: int
 
     def added_to(self, base: Cost) -> dict[str, int]:
@@ -106,9 +106,9 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
         ) from error
     del output  # it holds the graph, and with it the storages, up to here
     counts = counter.get_flop_counts().get("Global", {})  # none where nothing multiplies
-    products = sum(n for op, n in counts.items() if op in ELEMENTWISE)
+    elementwise_muls = sum(n for op, n in counts.items() if op in ELEMENTWISE)
     macs = sum(n for op, n in counts.items() if op not in ELEMENTWISE) // 2
-    return Cost(0, macs, products, sum(kept.values()))
+    return Cost(0, macs, elementwise_muls, sum(kept.values()))
 
 
 def _hollow(tensor: Tensor) -> Tensor:

@@ -269,11 +269,11 @@ def _mean_square_forward(x: Tensor) -> Tensor:
     vectorised where channels are innermost (channels_last), first makes a float32 copy of half types, and adds up
     naively: hence rows, blocks and parts. On a GPU the reduction itself does all that well.
     """
-    positions = math.prod(x.shape[2:])
+    hw = math.prod(x.shape[2:])
     if x.device.type == "cpu":
-        if positions > _MANY_POSITIONS and x.shape[2] > 1:  # one running sum would lose digits
-            parts = torch.split(x, max(1, x.shape[2] * _MANY_POSITIONS // positions), 2)
-            shares = [_mean_square_forward(part) * (math.prod(part.shape[2:]) / positions) for part in parts]
+        if hw > _MANY_POSITIONS and x.shape[2] > 1:  # one running sum would lose digits
+            parts = torch.split(x, max(1, x.shape[2] * _MANY_POSITIONS // hw), 2)
+            shares = [_mean_square_forward(part) * (math.prod(part.shape[2:]) / hw) for part in parts]
             return torch.stack(shares).sum(0)
         if x.stride(1) == 1 and x.shape[1] > 1 and x.shape[2] <= _FEW_ROWS:
             return _mean_square_by_rows(x)
@@ -283,7 +283,7 @@ def _mean_square_forward(x: Tensor) -> Tensor:
             blocks = torch.split(x, size, largest)
             return torch.cat([_mean_square_forward(block) for block in blocks], largest)
     norm: Tensor = torch.linalg.vector_norm(x, dim=_spatial(x), dtype=_accumulation_type(x))
-    return norm.square() / positions
+    return norm.square() / hw
 
 
 def _mean_square_by_rows(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import deepsquare._torchvision  # noqa: F401  (before torchvision)
-from deepsquare.surgery import equip, equipment
+from deepsquare.surgery import equip, equip_record
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ NETWORKS: tuple[Network, ...] = (
 
 
 # They say where weights come from. A checkpoint has its own, so it neither stores nor obeys them.
-WEIGHT_ARGUMENTS = ("weights", "pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+WEIGHT_KWARGS = ("weights", "pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 @dataclass(frozen=True)
-class Origin:
-    """How :func:`create_model` built a model; kept on the model as ``deepsquare_origin`` and in its checkpoints."""
+class ModelConfig:
+    """How :func:`create_model` built a model; kept on the model as ``deepsquare_config`` and in its checkpoints."""
 
     name: str
-    arguments: dict[str, Any]
+    kwargs: dict[str, Any]
 
 
 class ConvLayer(nn.Module):
@@ -114,7 +114,7 @@ def create_model(
     *,
     dropout: float | None = None,
     input_shape: Sequence[int] | None = None,
-    **arguments: Any,
+    **kwargs: Any,
 ) -> nn.Module:
     """Build a model by name and equip it.
 
@@ -127,20 +127,20 @@ def create_model(
     """
     zoo, builder = _find(name)
     try:
-        model = builder(**arguments)
+        model = builder(**kwargs)
     except (TypeError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{zoo or 'deepsquare'}'s {name} could not be built with {arguments}: {error}") from error
-    if equipment(model) is not None and not spec and dropout is None:
+        raise kind(f"{zoo or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}") from error
+    if equip_record(model) is not None and not spec and dropout is None:
         return model  # one of timm's registered names, which are equipped already
-    stored = {key: value for key, value in arguments.items() if key not in WEIGHT_ARGUMENTS}
+    stored = {key: value for key, value in kwargs.items() if key not in WEIGHT_KWARGS}
     if zoo == "torchvision":
         # Set by torchvision itself when it loads weights; and whatever is loaded needs no slow initialisation.
         stored |= {key: getattr(model, key) for key in ("transform_input", "aux_logits") if hasattr(model, key)}
         if "init_weights" in inspect.signature(type(model)).parameters:
             stored["init_weights"] = False
-    origin = Origin(f"{zoo}/{name.split('/')[-1]}" if zoo else name, stored)
-    model.deepsquare_origin = origin  # type: ignore[assignment]  # a plain attribute, no submodule
+    config = ModelConfig(f"{zoo}/{name.split('/')[-1]}" if zoo else name, stored)
+    model.deepsquare_config = config  # type: ignore[assignment]  # a plain attribute, no submodule
     return equip(model, spec, dropout=dropout, input_shape=input_shape)
 
 
@@ -170,8 +170,8 @@ def _torchvision_builder(name: str) -> Callable[..., nn.Module]:
 def _timm_builder(name: str) -> Callable[..., nn.Module]:
     import timm
 
-    def build(**arguments: Any) -> nn.Module:
-        model: nn.Module = timm.create_model(name, **arguments)
+    def build(**kwargs: Any) -> nn.Module:
+        model: nn.Module = timm.create_model(name, **kwargs)
         return model
 
     return build

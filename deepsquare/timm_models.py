@@ -38,15 +38,15 @@ def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
         cache_dir: Any = None,
         drop_rate: float | None = None,
         in_chans: int = 3,
-        **arguments: Any,
+        **kwargs: Any,
     ) -> nn.Module:
         if pretrained or in_chans != 3:
             raise ValueError(
                 f"{build.__name__} has no pretrained weights and takes 3 channels, got pretrained={pretrained}, "
                 f"in_chans={in_chans}; for other bases use deepsquare.equip on a model of your own"
             )
-        model = create_model(f"torchvision/{name}", spec, dropout=drop_rate or None, **arguments)
-        config = {**CONFIG, "architecture": build.__name__, "num_classes": arguments.get("num_classes", 1000)}
+        model = create_model(f"torchvision/{name}", spec, dropout=drop_rate or None, **kwargs)
+        config = {**CONFIG, "architecture": build.__name__, "num_classes": kwargs.get("num_classes", 1000)}
         model.pretrained_cfg = model.default_cfg = config  # type: ignore[assignment]
         return model
 

@@ -32,11 +32,11 @@ from torch.nn import functional as F
 
 import deepsquare as ds
 from deepsquare.surgery import PREFIX, TECHNIQUES, Sites
-from deepsquare.surgery.techniques import PEERS
+from deepsquare.surgery.techniques import BASELINES
 
 ROOT = Path(__file__).parent.parent
 ROWS, PAGE = ROOT / "results" / "support.jsonl", ROOT / "docs" / "support.md"
-WORDS = [word for word, technique in TECHNIQUES.items() if technique.kind is not None and word not in PEERS]
+WORDS = [word for word, technique in TECHNIQUES.items() if technique.kind is not None and word not in BASELINES]
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")
 # timm's modules of transformers, of hybrids with attention or state-space layers, and of MLPs. All others are CNNs.
 OTHER_NETWORKS = {

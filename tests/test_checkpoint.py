@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
 import deepsquare.checkpoint
-from deepsquare.surgery import equipment
+from deepsquare.surgery import equip_record
 
 
 def images(model: nn.Module) -> Tensor:
@@ -30,10 +30,10 @@ def images(model: nn.Module) -> Tensor:
     return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(first.dtype)
 
 
-def trained(name: str, spec: str = "", **arguments: Any) -> nn.Module:
+def trained(name: str, spec: str = "", **kwargs: Any) -> nn.Module:
     """A model none of whose tensors has its start value."""
     torch.manual_seed(0)
-    model = ds.create_model(name, spec, **arguments)
+    model = ds.create_model(name, spec, **kwargs)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.add_(1 if tensor.dtype == torch.int64 else torch.randn_like(tensor) * 0.01)
@@ -55,7 +55,7 @@ def assert_same(loaded: nn.Module, model: nn.Module) -> None:
     expected = output(model)
     assert bool(expected.isfinite().all())
     assert torch.equal(output(loaded), expected)
-    assert equipment(loaded) == equipment(model)
+    assert equip_record(loaded) == equip_record(model)
 
 
 def mixed(model: nn.Module) -> nn.Module:

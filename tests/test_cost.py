@@ -35,12 +35,12 @@ def test_resnet50() -> None:
         }
     assert base.parameters == 25_557_032
     assert base.macs == 4_089_184_256
-    assert base.products == 0
+    assert base.elementwise_muls == 0
     parameters = {spec: more["parameters"] for spec, more in equipped.items()}
     assert parameters == {"pooling+excitation": 16, "softmin": 1, "pooling": 0, "encoding": 0}
     assert {more["macs"] for more in equipped.values()} == {0}
     # The last map has 2048 channels of 7×7: a square of each value, and one of each channel's norm.
-    assert equipped["pooling"]["products"] == 2048 * 7 * 7 + 2048
+    assert equipped["pooling"]["elementwise_muls"] == 2048 * 7 * 7 + 2048
     assert equipped["pooling"]["activation_bytes"] == 0  # the map is kept anyway, by its ReLU
 
 
@@ -48,7 +48,7 @@ def test_vanilla_cnn() -> None:
     cost = ds.cost(ds.vanilla_cnn(), (3, 32, 32))
     assert cost.parameters == 94_762
     assert cost.macs == TABLE_1_MACS == 2_581_760
-    assert cost.products == 0
+    assert cost.elementwise_muls == 0
     statistics = 2 * (32 + 64 + 128)  # batch normalisation keeps a mean and a deviation per channel, of the batch
     assert 4 * TABLE_1_KEPT <= cost.activation_bytes <= 4 * (TABLE_1_KEPT + statistics)
 
@@ -73,10 +73,10 @@ COUNTS: dict[tuple[str, str], tuple[int, int, int]] = {
 
 @pytest.mark.parametrize(("name", "spec"), COUNTS)
 def test_what_is_added(name: str, spec: str) -> None:
-    products, of_parameters, kept = COUNTS[name, spec]
+    elementwise_muls, of_parameters, kept = COUNTS[name, spec]
     more = added(name, spec, (3, 32, 32) if name == "vanilla_cnn" else SMALL)
     assert more["macs"] == 0
-    assert products <= more["products"] <= products + of_parameters
+    assert elementwise_muls <= more["elementwise_muls"] <= elementwise_muls + of_parameters
     if kept >= 0:
         assert 4 * kept <= more["activation_bytes"] <= 4 * (kept + of_parameters)
     else:  # the branch's output, and for each channel a handful of values on the way to s
@@ -89,12 +89,17 @@ def test_two_linear_layers(dtype: torch.dtype, size: int) -> None:
     assert ds.cost(relu, (4,)) == ds.Cost(
         parameters=4 * 3 + 3 + 3 * 2 + 2,
         macs=4 * 3 + 3 * 2,
-        products=0,
+        elementwise_muls=0,
         activation_bytes=size * (4 + 3),  # the input, and what ReLU writes: the second layer's input is the same tensor
     )
     square = nn.Sequential(nn.Linear(4, 3), EleSquare(), nn.Linear(3, 2)).to(dtype)
     more = ds.cost(square, (4,)).added_to(ds.cost(relu, (4,)))
-    assert more == {"parameters": 0, "macs": 0, "products": 3, "activation_bytes": size * 3}  # what it read, too
+    assert more == {
+        "parameters": 0,
+        "macs": 0,
+        "elementwise_muls": 3,
+        "activation_bytes": size * 3,
+    }  # what it read, too
 
 
 def test_a_convolution() -> None:

@@ -14,8 +14,9 @@ from deepsquare import _torchvision
 
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
-    "_bits",
     "_files",
+    "_bits",
+    "_compat",
     "_threads",
     "_torchvision",
     "kernels",
@@ -24,6 +25,7 @@ ORDER = (
     "baselines",
     "surgery",
     "models",
+    "preprocessing",
     "checkpoint",
     "timm_models",
     "cost",

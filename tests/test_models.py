@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import deepsquare as ds
 import deepsquare.timm_models
-from deepsquare.models import NETWORKS, Origin, VanillaCNN, create_model
+from deepsquare.models import NETWORKS, ModelConfig, VanillaCNN, create_model
 
 timm: Any = pytest.importorskip("timm")  # after deepsquare, which prepares torchvision
 
@@ -22,10 +22,10 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
-def build(name: str, spec: str = "", **arguments: Any) -> nn.Module:
+def build(name: str, spec: str = "", **kwargs: Any) -> nn.Module:
     """Without memory or initialisation: for tests that look at keys and shapes."""
     with torch.device("meta"):
-        return create_model(name, spec, **arguments)
+        return create_model(name, spec, **kwargs)
 
 
 @pytest.mark.parametrize("zoo", ["torchvision", "timm"])
@@ -33,7 +33,7 @@ def test_a_prefix_names_the_zoo(zoo: str) -> None:
     model = build(f"{zoo}/resnet18", num_classes=3)
     assert type(model).__module__.split(".")[0] == zoo
     assert shapes(model)["fc.weight"] == (3, 512)
-    assert model.deepsquare_origin == Origin(f"{zoo}/resnet18", {"num_classes": 3})
+    assert model.deepsquare_config == ModelConfig(f"{zoo}/resnet18", {"num_classes": 3})
 
 
 def test_either_zoo_will_do_for_the_same_network() -> None:

@@ -12,7 +12,7 @@ from deepsquare.results import Row, Store, conditions
 
 
 def row(seed: int = 0, **changes: object) -> Row:
-    values = {"experiment": "e", "row": "r", "seed": seed, "recipe": {"rate": 0.1}, "metrics": {"accuracy": 0.5}}
+    values = {"experiment": "e", "row": "r", "seed": seed, "recipe": {"lr": 0.1}, "metrics": {"accuracy": 0.5}}
     return Row(**{**values, "seconds": 1.5, **changes})  # type: ignore[arg-type]
 
 
@@ -34,7 +34,7 @@ def test_the_same_run_is_stored_once(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     assert store.append(row())
     assert not store.append(row(metrics={"accuracy": 0.9}))
-    assert store.append(row(recipe={"rate": 0.2}))
+    assert store.append(row(recipe={"lr": 0.2}))
     assert [found.metrics["accuracy"] for found in store.rows()] == [0.5, 0.5]
 
 

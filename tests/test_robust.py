@@ -152,7 +152,7 @@ def test_a_model_that_takes_no_attributes_is_left_as_it_was() -> None:
 
     net = Frozen()
     keys = list(net.state_dict())
-    with pytest.raises(AttributeError, match="deepsquare_equipment"):
+    with pytest.raises(AttributeError, match="deepsquare_record"):
         ds.equip(net, "pooling+excitation")
     assert list(net.state_dict()) == keys
     assert [type(m) for m in net.modules()] == [type(m) for m in Frozen().modules()]

@@ -11,14 +11,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @contextmanager
-def wide(x: Tensor) -> Iterator[Tensor]:
+def fp32_context(x: Tensor) -> Iterator[Tensor]:
     """``x`` in float32 at least, with autocast off."""
     kind = x.device.type if x.device.type != "meta" else "cpu"
     with torch.autocast(kind, enabled=False):
         yield x if x.dtype == torch.float64 else x.float()
 
 
-def start_as_resnet(module: Module) -> Module:
+def init_kaiming(module: Module) -> Module:
     """Start every convolution as the peers' authors do, in the way of ResNet: normal, by the fan-out."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsquare.baselines._common import start_as_resnet, wide
+from deepsquare.baselines._common import fp32_context, init_kaiming
 from deepsquare.baselines.second_order import covariance
 
 EXTENTS = (0, 2, 4, 8)
@@ -77,12 +77,12 @@ def _gather(channels: int, size: Sequence[int], extent: int) -> nn.Sequential:
         if len(size) != 2:
             raise ValueError(f"GE-θ over the whole map needs its height and width, got {tuple(size)}")
         whole = nn.Conv2d(channels, channels, (size[0], size[1]), groups=channels, bias=False)
-        return start_as_resnet(nn.Sequential(whole, nn.BatchNorm2d(channels)))
+        return init_kaiming(nn.Sequential(whole, nn.BatchNorm2d(channels)))
     layers: list[nn.Module] = []
     for step in range(EXTENTS.index(extent)):
         layers += [nn.ReLU(inplace=True)] if step else []
         layers += [nn.Conv2d(channels, channels, 3, 2, 1, groups=channels, bias=False), nn.BatchNorm2d(channels)]
-    return start_as_resnet(nn.Sequential(*layers))
+    return init_kaiming(nn.Sequential(*layers))
 
 
 def _squeeze(channels: int, reduction: int) -> nn.Sequential:
@@ -115,12 +115,12 @@ class GSoP(nn.Module):
         self.norm = nn.BatchNorm2d(size)
         self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix by itself
         self.expand = nn.Conv2d(4 * size, channels, 1)
-        start_as_resnet(self)
+        init_kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to the same shape."""
         reduced = self.reduce(x)
-        with wide(reduced) as values:
+        with fp32_context(reduced) as values:
             matrix = covariance(values)
         rows = self.norm(matrix.to(reduced.dtype).unsqueeze(-1))
         out: Tensor = x * self.expand(self.rows(rows)).sigmoid()

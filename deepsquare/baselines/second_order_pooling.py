@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsquare.baselines import second_order
-from deepsquare.baselines._common import start_as_resnet, wide
+from deepsquare.baselines._common import fp32_context, init_kaiming
 
 
 class Head(nn.Module, ABC):
@@ -31,7 +31,7 @@ class Head(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, out_channels, 1, 1)."""
         x = self.reduce(x)
-        with wide(x) as map_:
+        with fp32_context(x) as map_:
             values = self.values(map_)
         return values.to(x.dtype)[..., None, None]
 
@@ -43,7 +43,7 @@ class Head(nn.Module, ABC):
 def _reduction(channels: int, size: int) -> nn.Sequential:
     """1×1 convolution, batch normalisation, ReLU."""
     layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
-    return start_as_resnet(nn.Sequential(*layers))
+    return init_kaiming(nn.Sequential(*layers))
 
 
 class CovariancePooling(Head):

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from deepsquare._files import make_writable
+from deepsquare._files import ensure_writable
 from deepsquare.cost import Cost, cost, short
-from deepsquare.data.cifar10 import DataUnavailableError
-from deepsquare.data.cifar10 import load as load_cifar10
+from deepsquare.data.cifar10 import DataUnavailableError, load_cifar10
 from deepsquare.models import create_model
 from deepsquare.surgery import KINDS, Sites, equip, sites
 
@@ -47,8 +46,8 @@ def info(
         all_sites: List every site with its module instead of a count.
         as_json: Print JSON instead of tables.
     """
-    arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
-    base = create_model(model, **arguments)
+    kwargs: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    base = create_model(model, **kwargs)
     shape = sites(base, input_shape).input_shape
     base_cost = cost(base, shape)
     equipped = equip(base, spec, input_shape=shape)
@@ -86,12 +85,12 @@ def _site_table(found: Sites, model: nn.Module, every: bool) -> Table:
         elif every:
             for place in places:
                 shape = "×".join(map(str, place.shape))
-                table.add_row(kind, "1", f"{place.position} of {place.path} ({shape})", place.word)
+                table.add_row(kind, "1", f"{place.position} of {place.path} ({shape})", place.term)
         else:
             ends = dict.fromkeys((places[0].path, places[-1].path))
-            table.add_row(kind, str(len(places)), f"{places[0].position} of {' … '.join(ends)}", places[0].word)
+            table.add_row(kind, str(len(places)), f"{places[0].position} of {' … '.join(ends)}", places[0].term)
     for place in found.of("named"):
-        table.add_row("named", "1", f"{place.position} of {place.path}", place.word)
+        table.add_row("named", "1", f"{place.position} of {place.path}", place.term)
     return table
 
 
@@ -105,7 +104,7 @@ def _cost_table(name: str, spec: str, shape: tuple[int, ...], base: Cost, equipp
     for label, key, whole in (
         ("parameters", "parameters", base.parameters),
         ("MACs of conv and FC", "macs", base.macs),
-        ("elementwise products", "products", base.macs),
+        ("elementwise products", "elementwise_muls", base.macs),
         ("bytes for backward", "activation_bytes", base.activation_bytes),
     ):
         before, after = getattr(base, key), getattr(equipped, key)
@@ -140,7 +139,7 @@ def reproduce(
 
     Args:
         experiment: Which figure or table; peers are theirs in the vanilla CNN, proxy is rows of Tables 4 and 7 on
-            the pictures in --data at a small size, int8 is the accuracy of their networks when
+            the images in --data at a small size, int8 is the accuracy of their networks when
             quantised, parity is how exported networks differ from their models, recipe is the choice of the tables'
             recipe on held-out images.
         schedule: How long the networks of the tables train: 2, 10 or 60 epochs.
@@ -163,23 +162,23 @@ def reproduce(
     grids = {
         "table2": (tables.TABLE_2,),
         "table3": (tables.TABLE_3,),
-        "peers": (tables.PEERS,),
+        "peers": (tables.BASELINES_TABLE,),
         "all": (tables.TABLE_2, tables.TABLE_3),
     }
     chosen = grids.get(experiment, ())
     if experiment == "all":  # what is wrong is said now, not after the figures
-        cifar10.plan(chosen, schedule, 1 if seeds is None else seeds, rows)
+        cifar10.table_runs(chosen, schedule, 1 if seeds is None else seeds, rows)
         if data is not None:
             load_cifar10(data)
         for folder in (results, figures, report):
-            make_writable(folder)
+            ensure_writable(folder)
     if experiment in ("fig2", "all"):
         fig2.run(figures, results, networks=networks)
     if (experiment.startswith("fig") and experiment != "fig2") or experiment == "all":
         spirals.run(figures, results, **({} if seeds is None or experiment == "all" else {"seeds": seeds}))
     if experiment in ("proxy", "int8"):
         if data is None:
-            raise ValueError("no pictures are named; give a folder with train and val of class folders: --data DIR")
+            raise ValueError("no images are named; give a folder with train and val of class folders: --data DIR")
         if experiment == "int8":
             from deepsquare.paper.deployment.int8 import run_int8
 
@@ -252,7 +251,7 @@ def bench(
     Args:
         subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader; models is
             every technique and peer against its plain network; ops is every function against the limit of the memory,
-            the formula, the compiler and timm's attentions; data is every way to read pictures against torchvision's;
+            the formula, the compiler and timm's attentions; data is every way to read images against torchvision's;
             deploy is every technique in onnxruntime and ExecuTorch, float32 and int8, against its plain network.
         rounds: Turns of each contestant: 5 for train, 9 for models and data, 15 for ops and 300 for deploy if not
             given.
@@ -262,10 +261,10 @@ def bench(
             techniques and se.
         functions: Of ops, the functions; all when not given.
         data: Of train, the folder with CIFAR-10; fetched and cached when not given. Of data, the folder that holds
-            train, with a folder of pictures for each class.
+            train, with a folder of images for each class.
         results: Folder for the rows.
     """
-    from deepsquare.paper.bench import data as pictures
+    from deepsquare.paper.bench import data as images
     from deepsquare.paper.bench import models, ops, train
 
     if subject == "train":
@@ -280,10 +279,8 @@ def bench(
         deploy.run(backbones or deploy.BACKBONES, specs or deploy.SPECS, rounds=turns, results=results)
     elif subject == "data":
         if data is None:
-            raise ValueError(
-                "bench data needs pictures; give --data DIR, which holds train with a folder for each class"
-            )
-        pictures.run(data, rounds=9 if rounds is None else rounds, results=results)
+            raise ValueError("bench data needs images; give --data DIR, which holds train with a folder for each class")
+        images.run(data, rounds=9 if rounds is None else rounds, results=results)
     else:
         ops.run(functions or tuple(ops.FUNCTIONS), rounds=15 if rounds is None else rounds, results=results)
 

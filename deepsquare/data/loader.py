@@ -1,4 +1,4 @@
-"""Batches of pictures, in the order asked for, by any of three pipelines."""
+"""Batches of images, in the order asked for, by any of three pipelines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deepsquare._threads import one_thread
-from deepsquare.data.pil import DamagedError, Pixels, Planner, draw
+from deepsquare.data.pil import CropFor, DecodeError, Pixels, decode
 from deepsquare.data.source import Source
-from deepsquare.data.transforms import View, plan
+from deepsquare.data.transforms import Transform, crop_params
 
-GREY, NO_LABEL = 128, -1  # of a damaged picture
+GREY, NO_LABEL = 128, -1  # of a damaged image
 GRACE = 120  # seconds that a worker goes on for after SIGTERM
 NEEDS = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # the extra has the pipeline's name
-Draw = Callable[[bytes, Planner, Pixels], None]
+Decoder = Callable[[bytes, CropFor, Pixels], None]
 
 
 class Batch(NamedTuple):
-    """Pictures and their classes; damaged pictures are grey, of class −1, and named."""
+    """Images and their classes; damaged images are grey, of class −1, and named."""
 
     images: Tensor  # (N, 3, S, S) uint8, in channels_last
     labels: Tensor  # (N,) int64
@@ -33,8 +33,8 @@ class Batch(NamedTuple):
 
 def batches(
     source: Source,
-    groups: Sequence[Sequence[int]],
-    view: View,
+    batch_indices: Sequence[Sequence[int]],
+    transform: Transform,
     *,
     seed: int = 0,
     epoch: int = 0,
@@ -45,9 +45,9 @@ def batches(
     """A batch for each group of indices, in their order.
 
     Args:
-        source: the pictures.
+        source: the images.
         groups: the indices of each batch; for an epoch that goes on after a stop, the rest of them.
-        view: which part of a picture is shown; a random part depends on seed, epoch and the picture's index alone.
+        view: which part of a image is shown; a random part depends on seed, epoch and the image's index alone.
         seed: of the random parts.
         epoch: of the random parts.
         pipeline: ``torchvision``, ``fast`` or ``dali``; all show the same.
@@ -62,8 +62,8 @@ def batches(
     if pipeline == "dali":
         from deepsquare.data.dali import dali_batches
 
-        return dali_batches(source, groups, view, seed, epoch, max(1, workers), device_id)
-    return _loaded(Groups(source, groups, view, seed, epoch, pipeline), workers)
+        return dali_batches(source, batch_indices, transform, seed, epoch, max(1, workers), device_id)
+    return _loaded(BatchDataset(source, batch_indices, transform, seed, epoch, pipeline), workers)
 
 
 def check_pipeline(name: str) -> None:
@@ -86,53 +86,59 @@ def available(name: str) -> bool:
         return False
 
 
-class Groups(Dataset[Batch]):
+class BatchDataset(Dataset[Batch]):
     """The batches by number, each decoded when it is asked for."""
 
     def __init__(
-        self, source: Source, groups: Sequence[Sequence[int]], view: View, seed: int, epoch: int, pipeline: str
+        self,
+        source: Source,
+        batch_indices: Sequence[Sequence[int]],
+        transform: Transform,
+        seed: int,
+        epoch: int,
+        pipeline: str,
     ) -> None:
-        self.source, self.groups, self.view = source, groups, view
-        self.seed, self.epoch, self.draw = seed, epoch, _draw(pipeline)
+        self.source, self.batch_indices, self.transform = source, batch_indices, transform
+        self.seed, self.epoch, self.decode = seed, epoch, _decoder(pipeline)
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self.batch_indices)
 
     def __getitem__(self, number: int) -> Batch:
-        return self.batch(checked(self.groups[number], len(self.source)))
+        return self.batch(checked(self.batch_indices[number], len(self.source)))
 
-    def batch(self, group: Sequence[int]) -> Batch:
-        """The pictures of a group."""
-        side = self.view.size
-        images = torch.empty((len(group), side, side, 3), dtype=torch.uint8)
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The images of a group."""
+        side = self.transform.size
+        images = torch.empty((len(indices), side, side, 3), dtype=torch.uint8)
         pixels = images.numpy()
-        labels = self.source.labels[torch.tensor(group, dtype=torch.int64)]
+        labels = self.source.labels[torch.tensor(indices, dtype=torch.int64)]
         damaged = []
-        for place, index in enumerate(group):
-            planned = partial(plan, self.view, seed=self.seed, epoch=self.epoch, index=index)
+        for place, index in enumerate(indices):
+            crop_for = partial(crop_params, self.transform, seed=self.seed, epoch=self.epoch, index=index)
             try:
-                self.draw(self.source.read(index), planned, pixels[place])
-            except DamagedError:
+                self.decode(self.source.read(index), crop_for, pixels[place])
+            except DecodeError:
                 pixels[place] = GREY
                 labels[place] = NO_LABEL
                 damaged.append(self.source.name(index))
         return Batch(images.permute(0, 3, 1, 2), labels, tuple(damaged))
 
 
-def checked(group: Sequence[int], count: int) -> list[int]:
-    """The indices as plain numbers, when they are of pictures that there are."""
-    indices = [int(index) for index in group]
+def checked(indices: Sequence[int], count: int) -> list[int]:
+    """The indices as plain numbers, when they are of images that there are."""
+    indices = [int(index) for index in indices]
     if wrong := [index for index in indices if not 0 <= index < count]:
-        raise IndexError(f"there is no picture {wrong[0]}; expected an index from 0 to {count - 1}")
+        raise IndexError(f"there is no image {wrong[0]}; expected an index from 0 to {count - 1}")
     return indices
 
 
-def _draw(pipeline: str) -> Draw:
+def _decoder(pipeline: str) -> Decoder:
     if pipeline == "torchvision":
-        return draw
+        return decode
     from deepsquare.data import turbojpeg
 
-    return turbojpeg.draw
+    return turbojpeg.decode
 
 
 def _go_on(worker: int) -> None:
@@ -141,16 +147,16 @@ def _go_on(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))  # which ends it, if nobody did before
 
 
-def _loaded(groups: Groups, workers: int) -> Iterator[Batch]:
+def _loaded(batch_indices: BatchDataset, workers: int) -> Iterator[Batch]:
     """Its batches, decoded ahead by worker processes, which end when the caller stops asking."""
     if workers == 0:
-        for number in range(len(groups)):
-            with one_thread():  # a picture is too little work to share
-                batch = groups[number]
+        for number in range(len(batch_indices)):
+            with one_thread():  # a image is too little work to share
+                batch = batch_indices[number]
             yield batch
         return
     loader = DataLoader(
-        groups,
+        batch_indices,
         batch_size=None,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),

@@ -1,6 +1,6 @@
 """WebDataset shards: tar files of ``key.jpg`` and ``key.cls``, read at random places and never extracted.
 
-Members are listed once, when the source is opened; a picture is then one read at its offset. Listing takes a whole
+Members are listed once, when the source is opened; a image is then one read at its offset. Listing takes a whole
 pass over the headers, and no member but a regular file is looked at.
 """
 
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepsquare._files import make_writable, replacing
-from deepsquare.data.source import ENDINGS, Names, Source, some
+from deepsquare._files import atomic_write, ensure_writable
+from deepsquare.data.source import IMAGE_SUFFIXES, FileNames, Source, some
 
 CLASSES = "classes.txt"
 KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # WebDataset's: up to the first dot of the last part
@@ -27,7 +27,7 @@ BLOCK = 512  # of a tar file
 
 
 class Sample(NamedTuple):
-    """Where a picture lies in its shard, and its class."""
+    """Where a image lies in its shard, and its class."""
 
     name: str
     offset: int
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class ShardSource(Source):
-    """Pictures in shards, in the order of the shards' names and of the samples in them."""
+    """Images in shards, in the order of the shards' names and of the samples in them."""
 
     def __init__(self, folder: Path, shards: Sequence[str]) -> None:
         self.folder, self.shards = folder, tuple(sorted(shards))
@@ -45,17 +45,17 @@ class ShardSource(Source):
         samples = [sample for shard in listed for sample in shard]
         if not samples:
             raise FileNotFoundError(
-                f"{folder}: the shards {some(self.shards)} hold no picture; expected key.jpg, key.cls"
+                f"{folder}: the shards {some(self.shards)} hold no image; expected key.jpg, key.cls"
             )
         self.labels = torch.tensor([sample.label for sample in samples], dtype=torch.int64)
-        self._names = Names(sample.name for sample in samples)
+        self._names = FileNames(sample.name for sample in samples)
         self._shard = np.repeat(np.arange(len(listed)), [len(shard) for shard in listed])
         self._place = np.array([(sample.offset, sample.size) for sample in samples])
 
     def read(self, index: int) -> bytes:
-        """The picture's file, as it is."""
+        """The image's file, as it is."""
         offset, size = (int(value) for value in self._place[index])
-        # Opened each time: it costs microseconds, a picture milliseconds, and thousands of shards exceed open files.
+        # Opened each time: it costs microseconds, a image milliseconds, and thousands of shards exceed open files.
         with open(self._path(index), "rb", buffering=0) as file:
             data = os.pread(file.fileno(), size, offset)
         if len(data) != size:
@@ -84,27 +84,27 @@ def _classes(folder: Path) -> tuple[str, ...]:
 
 
 def _samples(path: Path, classes: int) -> Iterator[Sample]:
-    """The pictures of a shard with their labels; what is wrong is said with the shard's name."""
-    pictures: dict[str, tarfile.TarInfo] = {}
+    """The images of a shard with their labels; what is wrong is said with the shard's name."""
+    images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with path.open("rb") as file:
         for member in _members(path, file):
             matched = KEY.fullmatch(member.name)
             kind = matched[2].lower() if matched else ""
-            if not matched or not (kind == "cls" or f".{kind}" in ENDINGS):
+            if not matched or not (kind == "cls" or f".{kind}" in IMAGE_SUFFIXES):
                 continue
-            if matched[1] in (labels if kind == "cls" else pictures):
+            if matched[1] in (labels if kind == "cls" else images):
                 raise ValueError(
                     f"{path}: two members for one sample, the second {member.name}; expected one of a kind"
                 )
             if kind == "cls":
                 labels[matched[1]] = _label(path, file.fileno(), member, classes)
             else:
-                pictures[matched[1]] = member
-    for one, other, what in ((pictures, labels, "label (key.cls)"), (labels, pictures, "picture (key.jpg)")):
+                images[matched[1]] = member
+    for one, other, what in ((images, labels, "label (key.cls)"), (labels, images, "image (key.jpg)")):
         if lacking := sorted(set(one) - set(other)):
             raise ValueError(f"{path}: no {what} for {some(lacking)}; make the shard again")
-    for key, member in pictures.items():
+    for key, member in images.items():
         yield Sample(member.name, member.offset_data, member.size, labels[key])
 
 
@@ -133,7 +133,7 @@ def _label(path: Path, file: int, member: tarfile.TarInfo, classes: int) -> int:
 
 
 def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> None:
-    """Write the pictures of a source into shards of ``per_shard``, in its order and as they are.
+    """Write the images of a source into shards of ``per_shard``, in its order and as they are.
 
     The classes are written last: a folder in which they are missing was not finished.
     """
@@ -144,14 +144,14 @@ def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> N
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove what is in it")
     if odd := [name for name in source.classes if len(name.splitlines()) != 1]:
         raise ValueError(f"{CLASSES} has a class a line, which {odd[0]!r} does not suit; rename it")
-    make_writable(folder)
+    ensure_writable(folder)
     for number, first in enumerate(range(0, len(source), per_shard)):
-        with replacing(folder / f"{number:06}.tar") as temporary, tarfile.open(temporary, "w") as archive:
+        with atomic_write(folder / f"{number:06}.tar") as temporary, tarfile.open(temporary, "w") as archive:
             for index in range(first, min(first + per_shard, len(source))):
                 ending = os.path.splitext(source.name(index))[1].lower()
                 _add(archive, f"{index:08}{ending}", source.read(index))
                 _add(archive, f"{index:08}.cls", str(int(source.labels[index])).encode())
-    with replacing(folder / CLASSES) as temporary:
+    with atomic_write(folder / CLASSES) as temporary:
         temporary.write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
 
 

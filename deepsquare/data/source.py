@@ -1,4 +1,4 @@
-"""What a source of pictures is, whatever way they lie on the disk."""
+"""What a source of images is, whatever way they lie on the disk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's ImageFolder's
+IMAGE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)  # torchvision's ImageFolder's
 
 
 class Source(ABC):
-    """Encoded pictures with their classes, read by index; it holds no open file, so processes may share it."""
+    """Encoded images with their classes, read by index; it holds no open file, so processes may share it."""
 
     classes: tuple[str, ...]
     labels: Tensor  # (N,) int64
@@ -23,14 +33,14 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The picture's file, as it is."""
+        """The image's file, as it is."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where the picture is, to name it in a message."""
+        """Where the image is, to name it in a message."""
 
 
-class Names:
+class FileNames:
     """File names in one block of bytes: worker processes share it, where a list of a million strings is copied."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -42,9 +52,9 @@ class Names:
         return os.fsdecode(self._block[self._ends[index] : self._ends[index + 1]])
 
 
-def is_picture(name: str) -> bool:
-    """Whether the ending of a file's name is one of a picture's."""
-    return os.path.splitext(name)[1].lower() in ENDINGS
+def is_image(name: str) -> bool:
+    """Whether the ending of a file's name is one of a image's."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:

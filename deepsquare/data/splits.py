@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepsquare.data.folders import FolderSource
 from deepsquare.data.shards import ShardSource, write_shards
-from deepsquare.data.source import Source, is_picture, some
+from deepsquare.data.source import Source, is_image, some
 
 __all__ = ["Source", "check_same_classes", "open_source", "write_shards"]
 
@@ -16,7 +16,7 @@ EXPECTED = "expected train and val"
 
 
 def open_source(path: str | Path, split: str) -> Source:
-    """The pictures of a split.
+    """The images of a split.
 
     Args:
         path: holds a folder for each split, with class folders in it, or with shards (``*.tar``) and ``classes.txt``.
@@ -37,11 +37,11 @@ def open_source(path: str | Path, split: str) -> Source:
         return ShardSource(folder, shards)
     if folders:
         return FolderSource(folder, folders)
-    pictures = [name for name in files if is_picture(name)]
-    found = f"{len(pictures):,} pictures directly in it ({some(pictures, 2)})" if pictures else some(files)
+    images = [name for name in files if is_image(name)]
+    found = f"{len(images):,} images directly in it ({some(images, 2)})" if images else some(files)
     raise FileNotFoundError(
         f"{folder} has no class folders and no shards: found {found}. Expected a folder for each class with its "
-        "pictures in it, or *.tar files"
+        "images in it, or *.tar files"
     )
 
 

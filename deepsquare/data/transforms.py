@@ -1,7 +1,7 @@
-"""Which part of a picture is shown, and how large: drawn at random for training, its centre for evaluation.
+"""Which part of a image is shown, and how large: drawn at random for training, its centre for evaluation.
 
-A draw depends on the seed, the epoch and the index of the picture, and on nothing else: not on the order of the
-pictures, the worker that reads them or the pipeline. So an epoch that goes on after a stop shows what it would have
+A draw depends on the seed, the epoch and the index of the image, and on nothing else: not on the order of the
+images, the worker that reads them or the pipeline. So an epoch that goes on after a stop shows what it would have
 shown.
 """
 
@@ -17,7 +17,7 @@ TRIES = 10  # torchvision's
 
 
 @dataclass(frozen=True)
-class TrainView:
+class TrainTransform:
     """A random part, of ``scale`` of the area and of an aspect ratio within ``ratio``, mirrored half of the time."""
 
     size: int = 224
@@ -36,8 +36,8 @@ class TrainView:
 
 
 @dataclass(frozen=True)
-class EvalView:
-    """The centre of the picture when its shorter side is ``resize``."""
+class EvalTransform:
+    """The centre of the image when its shorter side is ``resize``."""
 
     size: int = 224
     resize: int = 256
@@ -48,11 +48,11 @@ class EvalView:
             raise ValueError(f"resize is {self.resize}; expected at least size, {self.size}, which is cut out of it")
 
 
-View = TrainView | EvalView
+Transform = TrainTransform | EvalTransform
 
 
 class Box(NamedTuple):
-    """A part of a picture in pixels, and whether it is mirrored."""
+    """A part of a image in pixels, and whether it is mirrored."""
 
     left: int
     top: int
@@ -61,54 +61,56 @@ class Box(NamedTuple):
     flip: bool = False
 
 
-class Plan(NamedTuple):
-    """What to do with a picture: cut ``box`` out, resize it to (width, height), cut the square at (left, top) out."""
+class CropParams(NamedTuple):
+    """What to do with a image: cut ``box`` out, resize it to (width, height), cut the square at (left, top) out."""
 
     box: Box
     resized: tuple[int, int]
     corner: tuple[int, int]
 
 
-def random_box(view: TrainView, width: int, height: int, seed: int, epoch: int, index: int) -> Box:
-    """A random part of a picture, by the rule of torchvision's RandomResizedCrop.
+def random_crop(transform: TrainTransform, width: int, height: int, seed: int, epoch: int, index: int) -> Box:
+    """A random part of a image, by the rule of torchvision's RandomResizedCrop.
 
     Area and (the logarithm of) aspect ratio are drawn evenly, up to ten times until the part fits; else it is the
     centre, as large as the range of ratios allows.
     """
-    # The index is the highest word of the counter: no two pictures share a number.
+    # The index is the highest word of the counter: no two images share a number.
     philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, 0, index], np.uint64))
     numbers = np.random.Generator(philox).random(1 + 4 * TRIES).tolist()
-    flip = view.flip and numbers[0] < 0.5
-    low, high = (math.log(ratio) for ratio in view.ratio)
+    flip = transform.flip and numbers[0] < 0.5
+    low, high = (math.log(ratio) for ratio in transform.ratio)
     for first in range(1, 1 + 4 * TRIES, 4):
         part, shape, across, down = numbers[first : first + 4]
-        area = width * height * (view.scale[0] + part * (view.scale[1] - view.scale[0]))
+        area = width * height * (transform.scale[0] + part * (transform.scale[1] - transform.scale[0]))
         ratio = math.exp(low + shape * (high - low))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return Box(int(across * (width - w + 1)), int(down * (height - h + 1)), w, h, flip)
     w, h = width, height
-    if width / height < view.ratio[0]:
-        h = max(1, round(width / view.ratio[0]))
-    elif width / height > view.ratio[1]:
-        w = max(1, round(height * view.ratio[1]))
+    if width / height < transform.ratio[0]:
+        h = max(1, round(width / transform.ratio[0]))
+    elif width / height > transform.ratio[1]:
+        w = max(1, round(height * transform.ratio[1]))
     return Box((width - w) // 2, (height - h) // 2, w, h, flip)
 
 
-def centre_box(view: EvalView, width: int, height: int) -> Plan:
-    """The whole picture resized and its centre, as torchvision's Resize and CenterCrop round them."""
+def center_crop(transform: EvalTransform, width: int, height: int) -> CropParams:
+    """The whole image resized and its centre, as torchvision's Resize and CenterCrop round them."""
     short, long = min(width, height), max(width, height)
-    longer = int(view.resize * long / short)
-    resized = (view.resize, longer) if width <= height else (longer, view.resize)
-    left, top = (round((side - view.size) / 2) for side in resized)
-    return Plan(Box(0, 0, width, height), resized, (left, top))
+    longer = int(transform.resize * long / short)
+    resized = (transform.resize, longer) if width <= height else (longer, transform.resize)
+    left, top = (round((side - transform.size) / 2) for side in resized)
+    return CropParams(Box(0, 0, width, height), resized, (left, top))
 
 
-def plan(view: View, width: int, height: int, *, seed: int, epoch: int, index: int) -> Plan:
-    """What a view shows of a picture."""
-    if isinstance(view, EvalView):
-        return centre_box(view, width, height)
-    return Plan(random_box(view, width, height, seed, epoch, index), (view.size, view.size), (0, 0))
+def crop_params(transform: Transform, width: int, height: int, *, seed: int, epoch: int, index: int) -> CropParams:
+    """What a view shows of a image."""
+    if isinstance(transform, EvalTransform):
+        return center_crop(transform, width, height)
+    return CropParams(
+        random_crop(transform, width, height, seed, epoch, index), (transform.size, transform.size), (0, 0)
+    )
 
 
 def _check_size(size: int) -> None:

@@ -19,15 +19,15 @@ from deepsquare.surgery import fold
 from deepsquare.surgery.folding import replace
 
 
-def graph_form(model: nn.Module, images: Tensor, flat: bool = False) -> nn.Module:
+def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool = False) -> nn.Module:
     """A copy of ``model``, which is in eval mode, to be exported; it is shown ``images`` once.
 
-    ``flat`` is for onnxruntime and an input of one size. It keeps maps in blocks of channels, squares them there and
+    ``flatten_maps`` is for onnxruntime and an input of one size. It keeps maps in blocks of channels, squares them there and
     then reorders both the map and its square; of a flattened map only the map.
     """
     folded = fold(model, input_shape=images.shape[1:])
     for module in list(folded.modules()):
-        form = _form(module, flat)
+        form = _form(module, flatten_maps)
         if form is not None:
             replace(folded, module, form)
     hooks = [
@@ -42,7 +42,7 @@ def graph_form(model: nn.Module, images: Tensor, flat: bool = False) -> nn.Modul
     return folded.requires_grad_(False)
 
 
-def xnnpack_form(form: nn.Module, images: Tensor) -> torch.fx.GraphModule:
+def lower_for_xnnpack(form: nn.Module, images: Tensor) -> torch.fx.GraphModule:
     """``form`` as a graph for XNNPACK, which takes slices but no splits, and averages if they keep their dimensions.
 
     Without this a ShuffleNetV2 falls into fifteen parts.
@@ -62,7 +62,7 @@ def xnnpack_form(form: nn.Module, images: Tensor) -> torch.fx.GraphModule:
         elif node.target is aten.mean.dim and node.args[2:] in ((), (False,)) and not node.kwargs:
             with graph.inserting_before(node):
                 kept = graph.call_function(aten.mean.dim, (*node.args[:2], True))
-            _put(graph, node, aten.view.default, (kept, list(node.meta["val"].shape)))
+            _put(graph, node, aten.transform.default, (kept, list(node.meta["val"].shape)))
     program.recompile()
     return program
 
@@ -92,10 +92,10 @@ class Excitation(nn.Module):
     offset: Tensor
     sides: tuple[int, ...]  # of a map that is flattened
 
-    def __init__(self, offset: Tensor, flat: bool = False) -> None:
+    def __init__(self, offset: Tensor, flatten_maps: bool = False) -> None:
         super().__init__()
         self.register_buffer("offset", offset)
-        self.flat, self.sides = flat, ()
+        self.flatten_maps, self.sides = flatten_maps, ()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, spatial…) to the same shape."""
@@ -112,9 +112,9 @@ class Excitation(nn.Module):
     def fit(self, inputs: tuple[Tensor]) -> None:
         """Store α² for every channel, as onnxruntime is slow at adding one number to a hundred, and the map's sides."""
         (x,) = inputs
-        spatial = 1 if self.flat else x.ndim - 2
+        spatial = 1 if self.flatten_maps else x.ndim - 2
         self.offset = self.offset.expand(1, x.shape[1], *[1] * spatial).clone()
-        if self.flat:
+        if self.flatten_maps:
             self.sides = tuple(x.shape[2:])
 
 
@@ -135,13 +135,13 @@ class Softmin(nn.Module):
         return squared * self.factor.reshape(-1, *[1] * (x.ndim - 2))
 
 
-def _form(module: nn.Module, flat: bool) -> nn.Module | None:
+def _form(module: nn.Module, flatten_maps: bool) -> nn.Module | None:
     if type(module) is SquarePooling:
         return Pooling(module.keepdim)
     if type(module) is SquareExcitation:
         offset = module.alpha.detach().square()
         smallest = torch.finfo(offset.dtype).tiny
-        return Excitation(offset, flat) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
+        return Excitation(offset, flatten_maps) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
     if type(module) is SquareSoftmin:
         scale = module.scale
         if scale is None and module.sign == -1:

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.export.runtime import needed
+from deepsquare.export.runtime import require
 
-AT_ONCE = 16  # pictures, in calibration
+CALIBRATION_BATCH_SIZE = 16  # images, in calibration
 PERCENTILE = 99.9  # of an activation's values lie within its range: a square's largest are far out
 
 
-def quantise_onnx(proto: Any, images: Tensor) -> Any:
+def quantize_onnx(proto: Any, images: Tensor) -> Any:
     """An ONNX model with static quantisation, its ranges those that ``images`` show."""
-    onnx = needed("onnx")
-    quantization = needed("onnxruntime.quantization")
-    shapes = needed("onnxruntime.quantization.shape_inference")
-    even = max(1, len(images) // AT_ONCE) * AT_ONCE  # it asks for parts of equal size
-    parts = iter(torch.split(images[:even], AT_ONCE))
+    onnx = require("onnx")
+    quantization = require("onnxruntime.quantization")
+    shapes = require("onnxruntime.quantization.shape_inference")
+    even = max(1, len(images) // CALIBRATION_BATCH_SIZE) * CALIBRATION_BATCH_SIZE  # it asks for parts of equal size
+    parts = iter(torch.split(images[:even], CALIBRATION_BATCH_SIZE))
     name = proto.graph.input[0].name
 
     class Reader(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
@@ -55,10 +55,10 @@ def quantise_onnx(proto: Any, images: Tensor) -> Any:
         return onnx.load(made)
 
 
-def quantise_program(form: nn.Module, images: Tensor, one: Tensor) -> nn.Module:
+def quantize_program(form: nn.Module, images: Tensor, one: Tensor) -> nn.Module:
     """A module to be exported for XNNPACK, with static quantisation; ``one`` is an input of the final shape."""
-    quantizers = needed("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
-    pt2e = needed("torchao.quantization.pt2e.quantize_pt2e")
+    quantizers = require("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
+    pt2e = require("torchao.quantization.pt2e.quantize_pt2e")
     quantizer = quantizers.XNNPACKQuantizer()
     quantizer.set_global(quantizers.get_symmetric_quantization_config(is_per_channel=True))
     quantizer.set_filter_function(_in_integers)

@@ -17,56 +17,56 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from deepsquare.checkpoint import Pictures
+from deepsquare.checkpoint import Preprocessing
 
 Runtime = Literal["onnx", "executorch"]
-ENDINGS: dict[Runtime, str] = {"onnx": ".onnx", "executorch": ".pte"}
+SUFFIXES: dict[Runtime, str] = {"onnx": ".onnx", "executorch": ".pte"}
 KEY = "deepsquare"  # under which a file describes itself
 _shared: set[Runtime] = set()  # runtimes with one pool of threads for all programs
 EXTRA = "pip install 'deepsquare[export]'"
 
 
 @dataclass(frozen=True)
-class Description:
+class Metadata:
     """What a file says of the model in it.
 
     Attributes:
         name: of the model, if it has one.
         spec: what it was equipped with.
         precision: ``float32`` or ``int8``.
-        pictures: how a picture becomes its input, and the names of its classes.
+        images: how a image becomes its input, and the names of its classes.
     """
 
     name: str | None
     spec: str
     precision: str
-    pictures: Pictures
+    preprocessing: Preprocessing
 
     def dumps(self) -> str:
         """As text, to be stored in the file."""
-        return json.dumps({**vars(self), "pictures": vars(self.pictures)})
+        return json.dumps({**vars(self), "pictures": vars(self.preprocessing)})
 
     @classmethod
-    def loads(cls, text: str | None, path: Path) -> Description:
+    def loads(cls, text: str | None, path: Path) -> Metadata:
         """From what a file holds; a clear word if that is not ours."""
         if text is None:
-            raise ValueError(f"{path} does not say how pictures become its input; expected a file of deepsquare export")
+            raise ValueError(f"{path} does not say how images become its input; expected a file of deepsquare export")
         try:
             stored = json.loads(text)
             name, spec, precision = (stored[key] for key in ("name", "spec", "precision"))
-            return cls(name, spec, precision, Pictures.read(stored["pictures"], path))
+            return cls(name, spec, precision, Preprocessing.read(stored["pictures"], path))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"what {path} says of itself is damaged ({error}); export it again") from error
 
 
-class Program(ABC):
-    """Pictures as the description says, (N, 3, H, W) float32 → logits (N, K)."""
+class RuntimeModel(ABC):
+    """Images as the description says, (N, 3, H, W) float32 → logits (N, K)."""
 
-    description: Description
+    metadata: Metadata
     shape: tuple[int | str, ...]  # of the input; words stand for any number
 
     def __call__(self, images: Tensor) -> Tensor:
-        """As many pictures as there are."""
+        """As many images as there are."""
         given, expected = tuple(images.shape), self.shape[1:]
         fits = len(given) == 4 and all(isinstance(e, str) or g == e for g, e in zip(given[1:], expected, strict=True))
         if images.dtype != torch.float32 or not fits or not len(images):
@@ -78,11 +78,11 @@ class Program(ABC):
     def _run(self, images: Tensor) -> Tensor: ...
 
 
-class OnnxProgram(Program):
+class OnnxModel(RuntimeModel):
     """In onnxruntime, on the CPU."""
 
     def __init__(self, path: Path) -> None:
-        onnxruntime = needed("onnxruntime")
+        onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         options.use_per_session_threads = "onnx" not in _shared
@@ -91,7 +91,7 @@ class OnnxProgram(Program):
         except Exception as error:  # of classes that onnxruntime does not name
             reason = str(error).strip().splitlines()[-1]
             raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
-        self.description = Description.loads(self.session.get_modelmeta().custom_metadata_map.get(KEY), path)
+        self.metadata = Metadata.loads(self.session.get_modelmeta().custom_metadata_map.get(KEY), path)
         (read,) = self.session.get_inputs()
         self._input, self.shape = read.name, tuple(read.shape)
 
@@ -100,11 +100,11 @@ class OnnxProgram(Program):
         return torch.from_numpy(said)
 
 
-class ExecuTorchProgram(Program):
-    """In ExecuTorch's runtime, with XNNPACK; the number of pictures at once is fixed in the file."""
+class ExecuTorchModel(RuntimeModel):
+    """In ExecuTorch's runtime, with XNNPACK; the number of images at once is fixed in the file."""
 
     def __init__(self, path: Path) -> None:
-        runtime = needed("executorch.runtime")
+        runtime = require("executorch.runtime")
         with path.open("rb") as file:
             if file.read(6)[4:] != b"ET":  # its mark; ExecuTorch may abort the process on other bytes
                 raise ValueError(f"{path} is no ExecuTorch program; give a file of deepsquare export")
@@ -116,26 +116,26 @@ class ExecuTorchProgram(Program):
         except RuntimeError as error:
             raise ValueError(f"{path} is no complete ExecuTorch program ({error}); export it again") from error
         text = self._program.load_method(KEY).execute([])[0] if KEY in names else None
-        self.description = Description.loads(text, path)
+        self.metadata = Metadata.loads(text, path)
         self.shape = tuple(self._forward.metadata.input_tensor_meta(0).sizes())
-        self.batch = int(self.shape[0])
+        self.batch_size = int(self.shape[0])
 
     def _run(self, images: Tensor) -> Tensor:
         """In parts of the file's own number; the last is filled up."""
         said = []
-        for part in torch.split(images, self.batch):
-            filled = torch.cat((part, part[:1].expand(self.batch - len(part), *part.shape[1:])))
+        for part in torch.split(images, self.batch_size):
+            filled = torch.cat((part, part[:1].expand(self.batch_size - len(part), *part.shape[1:])))
             said.append(self._forward.execute([filled])[0][: len(part)].clone())
         return torch.cat(said)
 
 
-def open_program(path: str | os.PathLike[str]) -> Program:
+def load_exported(path: str | os.PathLike[str]) -> RuntimeModel:
     """The program in a file of :func:`deepsquare.export.exporter`, told by its ending."""
     path = Path(path)
     runtime = runtime_of(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    return (OnnxProgram if runtime == "onnx" else ExecuTorchProgram)(path)
+    return (OnnxModel if runtime == "onnx" else ExecuTorchModel)(path)
 
 
 def share_threads(runtime: Runtime, threads: int) -> None:
@@ -144,22 +144,22 @@ def share_threads(runtime: Runtime, threads: int) -> None:
     In onnxruntime each has its own otherwise, which spins for a while beside the program that runs next.
     """
     if runtime == "onnx":
-        needed("onnxruntime").set_global_thread_pool_sizes(threads, 1)
+        require("onnxruntime").set_global_thread_pool_sizes(threads, 1)
     else:
-        needed("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(threads)
+        require("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(threads)
     _shared.add(runtime)
 
 
 def runtime_of(path: Path) -> Runtime:
     """The runtime of a file, by its ending."""
-    for runtime, ending in ENDINGS.items():
+    for runtime, ending in SUFFIXES.items():
         if path.suffix.lower() == ending:
             return runtime
-    endings = " or ".join(f"{ending} for {runtime}" for runtime, ending in ENDINGS.items())
+    endings = " or ".join(f"{ending} for {runtime}" for runtime, ending in SUFFIXES.items())
     raise ValueError(f"the file is {path}; expected the ending {endings}")
 
 
-def needed(module: str) -> Any:
+def require(module: str) -> Any:
     """A module of the extra ``export``, or a word on how to get it."""
     try:
         with _quiet():

@@ -38,34 +38,34 @@ def without_kernels() -> Iterator[None]:
         _enabled.reset(before)
 
 
-def serving(*inputs: Tensor) -> ModuleType | None:
+def backend_for(*inputs: Tensor) -> ModuleType | None:
     """The module whose kernels take these inputs, the map first; None where plain operations serve."""
     return None if torch.compiler.is_compiling() else _kernels_for(*inputs)  # first: a compiler goes no further
 
 
-def run(name: str, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The function ``name`` of ``inputs``, the map first: by a kernel where one serves, else ``plain``."""
-    kernels = serving(*inputs)
+def run(name: str, eager: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The function ``name`` of ``inputs``, the map first: by a kernel where one serves, else ``eager``."""
+    kernels = backend_for(*inputs)
     if kernels is None:
-        return plain(*inputs)
+        return eager(*inputs)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        result: Tensor = _Fused.apply(kernels, name, plain, *inputs)  # type: ignore[no-untyped-call]
+        result: Tensor = _Fused.apply(kernels, name, eager, *inputs)  # type: ignore[no-untyped-call]
         return result
     return _forward(kernels, name, *inputs)
 
 
 def run_add_relu(
-    name: str, plain: Callable[..., Tensor], *inputs: Tensor, residual: Tensor, inplace: bool = False
+    name: str, eager: Callable[..., Tensor], *inputs: Tensor, residual: Tensor, inplace: bool = False
 ) -> Tensor:
     """ReLU(function ``name`` of ``inputs`` + ``residual``), likewise; the kernel is called ``name`` + ``_add_relu``.
 
     ``inplace`` lets it take the place of the map, where no gradient needs that.
     """
-    kernels = serving(*inputs, residual)
+    kernels = backend_for(*inputs, residual)
     if kernels is None:
-        return torch.relu(plain(*inputs) + residual)
+        return torch.relu(eager(*inputs) + residual)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, residual)):
-        result: Tensor = _FusedAddReLU.apply(kernels, name, plain, residual, *inputs)  # type: ignore[no-untyped-call]
+        result: Tensor = _FusedAddReLU.apply(kernels, name, eager, residual, *inputs)  # type: ignore[no-untyped-call]
         return result
     x = inputs[0]
     inplace = inplace and not _overlap_partly(x, residual)
@@ -90,7 +90,7 @@ def _kernels_for(*inputs: Tensor) -> ModuleType | None:
     x = inputs[0]
     on_cpu = x.is_cpu
     for tensor in inputs:
-        if not _is_plain(tensor) or not (tensor.is_cpu if on_cpu else tensor.device == x.device):
+        if not _is_plain_tensor(tensor) or not (tensor.is_cpu if on_cpu else tensor.device == x.device):
             return None
     if (
         torch._C._are_functorch_transforms_active()
@@ -107,7 +107,7 @@ def _kernels_for(*inputs: Tensor) -> ModuleType | None:
     return None
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain_tensor(tensor: Tensor) -> bool:
     """A tensor with memory of its own that holds what it says."""
     return (
         type(tensor) in _PLAIN_TYPES
@@ -122,8 +122,8 @@ class _Fused(torch.autograd.Function):
     """A kernel and the kernel of its gradient, keeping the inputs and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, name: str, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.kernels, ctx.name, ctx.plain = kernels, name, plain
+    def forward(ctx: Any, kernels: ModuleType, name: str, eager: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.kernels, ctx.name, ctx.eager = kernels, name, eager
         ctx.save_for_backward(*inputs)
         return _forward(kernels, name, *inputs)
 
@@ -131,7 +131,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if torch.is_grad_enabled() or _kernels_for(*inputs, *gradients) is None:
-            found = _plain_gradients(ctx.plain, inputs, needed, *gradients)
+            found = _eager_gradients(ctx.eager, inputs, needed, *gradients)
         else:
             found = getattr(ctx.kernels, ctx.name + "_backward")(*gradients, *inputs)
         return None, None, None, *found
@@ -142,10 +142,10 @@ class _FusedAddReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: ModuleType, name: str, plain: Callable[..., Tensor], residual: Tensor, *inputs: Tensor
+        ctx: Any, kernels: ModuleType, name: str, eager: Callable[..., Tensor], residual: Tensor, *inputs: Tensor
     ) -> Tensor:
         result: Tensor = getattr(kernels, name + "_add_relu")(*inputs, residual)
-        ctx.kernels, ctx.name, ctx.plain = kernels, name, plain
+        ctx.kernels, ctx.name, ctx.eager = kernels, name, eager
         ctx.save_for_backward(result, *inputs)
         return result
 
@@ -153,22 +153,22 @@ class _FusedAddReLU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         result, *inputs = ctx.saved_tensors
         if torch.is_grad_enabled() or _kernels_for(*inputs, *gradients, result) is None:
-            arriving = gradients[0].masked_fill(result <= 0, 0)
-            found = _plain_gradients(ctx.plain, inputs, ctx.needs_input_grad[4:], arriving)
+            grad_masked = gradients[0].masked_fill(result <= 0, 0)
+            found = _eager_gradients(ctx.eager, inputs, ctx.needs_input_grad[4:], grad_masked)
         else:
             backward = getattr(ctx.kernels, ctx.name + "_add_relu_backward")
-            *found, arriving = backward(*gradients, result, *inputs)
-        return None, None, None, arriving, *found
+            *found, grad_masked = backward(*gradients, result, *inputs)
+        return None, None, None, grad_masked, *found
 
 
-def _plain_gradients(
-    plain: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
+def _eager_gradients(
+    eager: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
 ) -> Iterator[Tensor | None]:
     """By plain operations, which can be differentiated again."""
     again = torch.is_grad_enabled()
     wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
     with torch.enable_grad():
-        found = iter(torch.autograd.grad(plain(*inputs), wanted, gradient, create_graph=again) if wanted else ())
+        found = iter(torch.autograd.grad(eager(*inputs), wanted, gradient, create_graph=again) if wanted else ())
     return (next(found) if need else None for need in needed)
 
 

@@ -138,18 +138,18 @@ enum kind { /* the same order as in cpu.py */
 };
 static inline int backward(int kind) { return kind == EXCITE_BACKWARD || kind == EXCITE_ADD_RELU_BACKWARD; }
 
-/* One call: maps of n × c planes of `positions` values, all in one layout, and one number for each plane. */
+/* One call: maps of n × c planes of `hw` values, all in one layout, and one number for each plane. */
 typedef struct job job;
 typedef void (*runner)(const job *, long from, long to); /* a range of tasks */
 struct job {
     const void *x, *gradient, *residual, *result; /* maps that are read; */
     void *y, *residual_gradient;                  /* maps that are written; */
     const float *factor;                          /* read for each plane, */
-    float *share;                                 /* written for each plane */
+    float *dalpha_partial;                                 /* written for each plane */
     float alpha;
-    long n, c, positions;
-    double inverse;    /* of the positions */
-    long past;         /* write past the caches? */
+    long n, c, hw;
+    double inverse;    /* of the hw */
+    long nontemporal;         /* write nontemporal the caches? */
     long tasks, parts; /* a task is a plane or, with channels innermost, one of so many parts of an image */
     long pass;         /* of a task with parts: both passes, or one of them over all tasks */
     double (*sums)[WIDEST + LANES]; /* between the passes: two rows for each task */
@@ -176,14 +176,14 @@ void deepsquare_use_threads(void *run, void *number, void *size) {
 
 static void run_share(const job *j, long number, long size) {
     j->run(j, j->tasks * number / size, j->tasks * (number + 1) / size);
-    if (j->past) finish_streams();
+    if (j->nontemporal) finish_streams();
 }
 
 static void member(void *j) { run_share(j, own_number(), team_size()); }
 
 static void start(job *j, long threads) {
     enum { SMALL = 1 << 15 }; /* values, as in PyTorch: below it a second thread costs more than it brings */
-    if (threads < 2 || j->tasks < 2 || !parallel || j->n * j->c * j->positions < SMALL)
+    if (threads < 2 || j->tasks < 2 || !parallel || j->n * j->c * j->hw < SMALL)
         run_share(j, 0, 1);
     else
         parallel(member, j, (unsigned)threads, 0);
@@ -193,7 +193,7 @@ static void start(job *j, long threads) {
    additions shall not depend on it. */
 static long parts_of(const job *j) {
     enum { TASKS = 4, ROWS = 64 };
-    long wanted = (TASKS + j->n - 1) / j->n, most = j->positions / ROWS;
+    long wanted = (TASKS + j->n - 1) / j->n, most = j->hw / ROWS;
     return most < 1 ? 1 : wanted < most ? wanted : most;
 }
 
@@ -235,13 +235,13 @@ int deepsquare_supported(void) {
 /* Runs the job for `format` 0 float, 1 bfloat, 2 half; in planes or with channels innermost. */
 void deepsquare_run(job *j, int kind, int format, int channels_last, long threads) {
     enum { LARGE = 1 << 24 }; /* bytes: more than a last cache keeps until the next operation */
-    long bytes = j->n * j->c * j->positions * (format == 0 ? 4 : 2);
-    j->past = bytes >= LARGE && j->y != j->x /* in its own place it is in a cache already */
+    long bytes = j->n * j->c * j->hw * (format == 0 ? 4 : 2);
+    j->nontemporal = bytes >= LARGE && j->y != j->x /* in its own place it is in a cache already */
         && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % LINE == 0;
-    j->inverse = 1 / (double)j->positions;
+    j->inverse = 1 / (double)j->hw;
     j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kind][channels_last];
     if (kind >= RELU_SQUARE) {
-        j->tasks = (j->positions + RUN - 1) / RUN;
+        j->tasks = (j->hw + RUN - 1) / RUN;
     } else if (channels_last) {
         j->parts = parts_of(j);
         j->tasks = j->n * ((j->c + WIDEST - 1) / WIDEST) * j->parts;

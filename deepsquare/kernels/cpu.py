@@ -38,11 +38,11 @@ class _Kind(IntEnum):
 
 class _Job(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_MAPS, "factor", "share")),
+        *((name, ctypes.c_void_p) for name in (*_MAPS, "factor", "dalpha_partial")),
         ("alpha", ctypes.c_float),
-        *((name, ctypes.c_long) for name in ("n", "c", "positions")),
+        *((name, ctypes.c_long) for name in ("n", "c", "hw")),
         ("inverse", ctypes.c_double),
-        *((name, ctypes.c_long) for name in ("past", "tasks", "parts", "pass_")),
+        *((name, ctypes.c_long) for name in ("nontemporal", "tasks", "parts", "pass_")),
         *((name, ctypes.c_void_p) for name in ("sums", "run")),
     )
 
@@ -74,7 +74,7 @@ def supports(x: Tensor) -> bool:
 def mean_square(x: Tensor) -> Tensor:
     """Equation (20): a map (N, C, spatial…) to the mean of its squares, (N, C) in float32."""
     pooled = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
-    _run(_Kind.POOL, x, share=pooled)
+    _run(_Kind.POOL, x, dalpha_partial=pooled)
     return pooled
 
 
@@ -91,9 +91,11 @@ def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
 
 def square_excitation_backward(gradient: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of F and α."""
-    share = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
-    y = _run(_Kind.EXCITE_BACKWARD, x, y=torch.empty_like(x), gradient=gradient, alpha=alpha, share=share)
-    return y, share.sum().to(alpha.dtype).reshape(alpha.shape)
+    dalpha_partial = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
+    y = _run(
+        _Kind.EXCITE_BACKWARD, x, y=torch.empty_like(x), gradient=gradient, alpha=alpha, dalpha_partial=dalpha_partial
+    )
+    return y, dalpha_partial.sum().to(alpha.dtype).reshape(alpha.shape)
 
 
 def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
@@ -106,12 +108,12 @@ def square_excitation_add_relu_backward(
     gradient: Tensor, result: Tensor, x: Tensor, alpha: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of F, α and the residual."""
-    share, of_residual = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device), torch.empty_like(x)
+    dalpha_partial, of_residual = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device), torch.empty_like(x)
     y = _run(
         _Kind.EXCITE_ADD_RELU_BACKWARD, x, y=torch.empty_like(x), gradient=gradient, result=result,
-        residual_gradient=of_residual, alpha=alpha, share=share,
+        residual_gradient=of_residual, alpha=alpha, dalpha_partial=dalpha_partial,
     )  # fmt: skip
-    return y, share.sum().to(alpha.dtype).reshape(alpha.shape), of_residual
+    return y, dalpha_partial.sum().to(alpha.dtype).reshape(alpha.shape), of_residual
 
 
 def relu_square(x: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ def _run(kind: _Kind, x: Tensor, *, alpha: Tensor | None = None, **tensors: Tens
     assert layout is not None
     assert kernels is not None
     n, c = (1, 1) if kind >= _Kind.RELU_SQUARE else x.shape[:2]
-    job = _Job(x=x.data_ptr(), n=n, c=c, positions=x.numel() // (n * c), alpha=0.0 if alpha is None else alpha.item())
+    job = _Job(x=x.data_ptr(), n=n, c=c, hw=x.numel() // (n * c), alpha=0.0 if alpha is None else alpha.item())
     for name, tensor in tensors.items():
         if name in _READ_ALIKE and not (tensor.dtype is x.dtype and tensor.is_contiguous(memory_format=layout)):
             tensors[name] = tensor = tensor.to(x.dtype).contiguous(memory_format=layout)

@@ -99,12 +99,12 @@ def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
 
 def square_excitation_backward(gradient: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of F and α."""
-    y, share = torch.empty_like(x), _for_each_plane(x)
+    y, dalpha_partial = torch.empty_like(x), _for_each_plane(x)
     _run(
         _excite_backward, x, alpha=alpha, gradient=_alike(gradient, x), result=None,
-        y=y, residual_gradient=None, share=share,
+        y=y, residual_gradient=None, dalpha_partial=dalpha_partial,
     )  # fmt: skip
-    return y, share.sum().to(alpha.dtype).reshape(alpha.shape)
+    return y, dalpha_partial.sum().to(alpha.dtype).reshape(alpha.shape)
 
 
 def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
@@ -118,12 +118,12 @@ def square_excitation_add_relu_backward(
     gradient: Tensor, result: Tensor, x: Tensor, alpha: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of F, α and the residual."""
-    y, of_residual, share = torch.empty_like(x), torch.empty_like(x), _for_each_plane(x)
+    y, of_residual, dalpha_partial = torch.empty_like(x), torch.empty_like(x), _for_each_plane(x)
     _run(
         _excite_backward, x, alpha=alpha, gradient=_alike(gradient, x), result=_alike(result, x),
-        y=y, residual_gradient=of_residual, share=share,
+        y=y, residual_gradient=of_residual, dalpha_partial=dalpha_partial,
     )  # fmt: skip
-    return y, share.sum().to(alpha.dtype).reshape(alpha.shape), of_residual
+    return y, dalpha_partial.sum().to(alpha.dtype).reshape(alpha.shape), of_residual
 
 
 def relu_square(x: Tensor) -> Tensor:
@@ -162,19 +162,19 @@ def _run(kernel: Any, x: Tensor, **tensors: Tensor | None) -> None:
     Without channels innermost all planes lie in a row, and whose they are makes no difference: they are taken as the
     channels of one image, so that small planes share a program.
     """
-    n, c, positions = (*x.shape[:2], math.prod(x.shape[2:]))
+    n, c, hw = (*x.shape[:2], math.prod(x.shape[2:]))
     channels_last = memory_layout(x) != torch.contiguous_format
     images, channels = (n, c) if channels_last else (1, n * c)
-    rows, width = _tile_shape(channels, positions, channels_last)
+    rows, width = _tile_shape(channels, hw, channels_last)
     with _device(x):
         kernel[(images * triton.cdiv(channels, width),)](
-            x=x, channels=channels, positions=positions, channels_last=channels_last, rows=rows, width=width, **tensors
+            x=x, channels=channels, hw=hw, channels_last=channels_last, rows=rows, width=width, **tensors
         )
 
 
-def _tile_shape(channels: int, positions: int, channels_last: bool) -> tuple[int, int]:
+def _tile_shape(channels: int, hw: int, channels_last: bool) -> tuple[int, int]:
     """Positions and channels of a tile, powers of 2: as many as it has room for, first of what is innermost."""
-    rows, width = triton.next_power_of_2(positions), triton.next_power_of_2(channels)
+    rows, width = triton.next_power_of_2(hw), triton.next_power_of_2(channels)
     if channels_last:
         width = min(width, _WIDTH)
         return min(rows, _TILE // width), width
@@ -202,16 +202,16 @@ def _planes(channels: tl.int64, width: tl.constexpr) -> tuple[tl.tensor, tl.tens
 
 @_jit
 def _tile(
-    start: tl.tensor, image: tl.tensor, channel: tl.tensor, channels: tl.int64, positions: tl.int64,
+    start: tl.tensor, image: tl.tensor, channel: tl.tensor, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Where the values of the tile from position ``start`` lie, and which of them exist: both (rows, width)."""
     position = start + tl.arange(0, rows).to(tl.int64)[:, None]
     if channels_last:
-        at = (image * positions + position) * channels + channel
+        at = (image * hw + position) * channels + channel
     else:
-        at = (image * channels + channel) * positions + position
-    return at, (position < positions) & (channel < channels)
+        at = (image * channels + channel) * hw + position
+    return at, (position < hw) & (channel < channels)
 
 
 @_jit
@@ -225,12 +225,12 @@ def _positive(value: tl.tensor) -> tl.tensor:
 
 
 @_jit
-def _arriving(gradient: tl.tensor, result: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def _grad_masked(gradient: tl.tensor, result: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """The gradient that reaches the sum of branch and residual: nothing where the ReLU cut it off."""
-    arriving = _read(gradient, at, inside)
+    grad_masked = _read(gradient, at, inside)
     if result is not None:
-        arriving = tl.where(_read(result, at, inside) <= 0, 0.0, arriving)
-    return arriving
+        grad_masked = tl.where(_read(result, at, inside) <= 0, 0.0, grad_masked)
+    return grad_masked
 
 
 @_jit
@@ -251,49 +251,49 @@ def _excitation(mean: tl.tensor, alpha: tl.tensor) -> tuple[tl.tensor, tl.tensor
 
 @_jit
 def _mean_square(
-    x: tl.tensor, image: tl.tensor, channel: tl.tensor, channels: tl.int64, positions: tl.int64,
+    x: tl.tensor, image: tl.tensor, channel: tl.tensor, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     squares = tl.zeros([rows, width], dtype=tl.float32)  # many short sums, then one of them
-    for start in range(0, positions, rows):
-        at, inside = _tile(start, image, channel, channels, positions, channels_last, rows)
+    for start in range(0, hw, rows):
+        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
         value = _read(x, at, inside)
         squares += value * value
-    return tl.sum(squares, axis=0, keep_dims=True) / positions  # (1, width)
+    return tl.sum(squares, axis=0, keep_dims=True) / hw  # (1, width)
 
 
 @_jit
 def _pool(
-    x: tl.tensor, pooled: tl.tensor, channels: tl.int64, positions: tl.int64,
+    x: tl.tensor, pooled: tl.tensor, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     image, channel = _planes(channels, width)
-    mean = _mean_square(x, image, channel, channels, positions, channels_last, rows, width)
+    mean = _mean_square(x, image, channel, channels, hw, channels_last, rows, width)
     tl.store(pooled + image * channels + channel, mean, mask=channel < channels)
 
 
 @_jit
 def _pool_backward(
-    x: tl.tensor, gradient: tl.tensor, y: tl.tensor, channels: tl.int64, positions: tl.int64,
+    x: tl.tensor, gradient: tl.tensor, y: tl.tensor, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     image, channel = _planes(channels, width)
-    factor = 2 * (_read(gradient, image * channels + channel, channel < channels) / positions)
-    for start in range(0, positions, rows):
-        at, inside = _tile(start, image, channel, channels, positions, channels_last, rows)
+    factor = 2 * (_read(gradient, image * channels + channel, channel < channels) / hw)
+    for start in range(0, hw, rows):
+        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
         tl.store(y + at, _read(x, at, inside) * factor, mask=inside)
 
 
 @_jit
 def _excite(
-    x: tl.tensor, alpha: tl.tensor, residual: tl.tensor, y: tl.tensor, channels: tl.int64, positions: tl.int64,
+    x: tl.tensor, alpha: tl.tensor, residual: tl.tensor, y: tl.tensor, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     image, channel = _planes(channels, width)
-    mean = _mean_square(x, image, channel, channels, positions, channels_last, rows, width)
+    mean = _mean_square(x, image, channel, channels, hw, channels_last, rows, width)
     scale, _, _ = _excitation(mean, tl.load(alpha).to(tl.float32))
-    for start in range(0, positions, rows):
-        at, inside = _tile(start, image, channel, channels, positions, channels_last, rows)
+    for start in range(0, hw, rows):
+        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
         value = _read(x, at, inside) * scale
         if residual is not None:
             value = _positive(value + _read(residual, at, inside))
@@ -303,32 +303,32 @@ def _excite(
 @_jit
 def _excite_backward(
     x: tl.tensor, alpha: tl.tensor, gradient: tl.tensor, result: tl.tensor,
-    y: tl.tensor, residual_gradient: tl.tensor, share: tl.tensor, channels: tl.int64, positions: tl.int64,
+    y: tl.tensor, residual_gradient: tl.tensor, dalpha_partial: tl.tensor, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     image, channel = _planes(channels, width)
     squares = tl.zeros([rows, width], dtype=tl.float32)
-    products = tl.zeros([rows, width], dtype=tl.float32)
-    for start in range(0, positions, rows):
-        at, inside = _tile(start, image, channel, channels, positions, channels_last, rows)
+    elementwise_muls = tl.zeros([rows, width], dtype=tl.float32)
+    for start in range(0, hw, rows):
+        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
         value = _read(x, at, inside)
         squares += value * value
-        products += value * _arriving(gradient, result, at, inside)
-    mean = tl.sum(squares, axis=0, keep_dims=True) / positions
-    product = tl.sum(products, axis=0, keep_dims=True)
+        elementwise_muls += value * _grad_masked(gradient, result, at, inside)
+    mean = tl.sum(squares, axis=0, keep_dims=True) / hw
+    product = tl.sum(elementwise_muls, axis=0, keep_dims=True)
     scale, slope, alpha_slope = _excitation(mean, tl.load(alpha).to(tl.float32))
     tl.store(
-        share + image * channels + channel,
+        dalpha_partial + image * channels + channel,
         tl.where(alpha_slope == 0, 0.0, product * alpha_slope),
         mask=channel < channels,
     )
-    slope = tl.where(slope == 0, 0.0, slope * 2 * (product / positions))  # 0 · inf is not meant
-    for start in range(0, positions, rows):
-        at, inside = _tile(start, image, channel, channels, positions, channels_last, rows)
-        arriving = _arriving(gradient, result, at, inside)
-        tl.store(y + at, arriving * scale + _read(x, at, inside) * slope, mask=inside)
+    slope = tl.where(slope == 0, 0.0, slope * 2 * (product / hw))  # 0 · inf is not meant
+    for start in range(0, hw, rows):
+        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
+        grad_masked = _grad_masked(gradient, result, at, inside)
+        tl.store(y + at, grad_masked * scale + _read(x, at, inside) * slope, mask=inside)
         if result is not None:
-            tl.store(residual_gradient + at, arriving, mask=inside)
+            tl.store(residual_gradient + at, grad_masked, mask=inside)
 
 
 @_jit

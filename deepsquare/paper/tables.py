@@ -153,7 +153,7 @@ def _after_each_layer(word: str) -> str:
 
 
 # NOTE not in paper: the peers in the vanilla CNN, where gates stand after each layer, as it has no blocks.
-PEERS = PaperTable(
+BASELINES_TABLE = PaperTable(
     0,
     "The peers in the vanilla CNN",
     (

@@ -3,10 +3,10 @@
 from deepsquare.surgery.folding import fold
 from deepsquare.surgery.insertion import PREFIX
 from deepsquare.surgery.operation import (
-    Equipment,
+    EquipRecord,
     check_intact,
     equip,
-    equipment,
+    equip_record,
     is_folded,
     refuse_inner,
     sites,
@@ -14,21 +14,21 @@ from deepsquare.surgery.operation import (
     unwrap,
 )
 from deepsquare.surgery.site import KINDS, Kind, Site, Sites
-from deepsquare.surgery.techniques import TECHNIQUES, Technique, Word, format_spec, parse_spec
+from deepsquare.surgery.techniques import TECHNIQUES, Technique, Term, format_spec, parse_spec
 
 __all__ = [
     "KINDS",
     "PREFIX",
     "TECHNIQUES",
-    "Equipment",
+    "EquipRecord",
     "Kind",
     "Site",
     "Sites",
     "Technique",
-    "Word",
+    "Term",
     "check_intact",
     "equip",
-    "equipment",
+    "equip_record",
     "fold",
     "format_spec",
     "is_folded",

@@ -20,7 +20,7 @@ from torchvision.models import resnet as torchvision_resnet
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import PREFIX, Combined, Equipped, combined
+from deepsquare.surgery.insertion import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass
 
 Branch = Callable[[Any, Tensor], Tensor]
 EXCITATION = PREFIX + "excitation"
@@ -62,20 +62,20 @@ def _known() -> dict[type[nn.Module], tuple[Branch, str, str]]:
     }
 
 
-class FusedBlock(Combined):
+class FusedBlock(DynamicSubclass):
     """A known block: ``forward`` runs its end in one pass where that can be."""
 
     def forward(self, x: Tensor) -> Tensor:
         """What the block computes."""
-        fused = kernels.serving(x)
+        fused = kernels.backend_for(x)
         if fused is None:
             return self._as_written(x)
         branch, norm_name, relu_name = _known()[self.deepsquare_base]
         norm, relu = self._modules[norm_name], self._modules[relu_name]
         if not _can_fuse(self, norm, relu):
             return self._as_written(x)
-        assert isinstance(norm, Equipped)
-        inside = norm.without_inserted(branch(self, x))
+        assert isinstance(norm, WithInserted)
+        inside = norm.base_forward(branch(self, x))
         downsample = self._modules.get("downsample")
         residual = x if downsample is None else downsample(x)
         excitation: SquareExcitation = getattr(norm, EXCITATION)
@@ -95,7 +95,7 @@ def fuse_blocks(model: nn.Module) -> None:
     """Let every known block of ``model`` that ends with Square-Excitation run its end in one pass."""
     for block in model.modules():
         if type(block) in _known() and hasattr(getattr(block, _known()[type(block)][1]), EXCITATION):
-            block.__class__ = combined(FusedBlock, type(block))
+            block.__class__ = dynamic_subclass(FusedBlock, type(block))
 
 
 def unfuse_blocks(model: nn.Module) -> None:
@@ -107,7 +107,7 @@ def unfuse_blocks(model: nn.Module) -> None:
 
 def _can_fuse(block: nn.Module, norm: nn.Module | None, relu: nn.Module | None) -> bool:
     """Asked at every call: modules are looked up where torch keeps them, not through ``__getattr__``."""
-    if not isinstance(norm, Equipped) or type(relu) is not nn.ReLU:
+    if not isinstance(norm, WithInserted) or type(relu) is not nn.ReLU:
         return False
     inserted, parts = norm._modules.get(EXCITATION), block._modules
     return (

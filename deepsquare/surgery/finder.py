@@ -52,7 +52,7 @@ def _by_stage(sites: list[Site]) -> list[Site]:
     return numbered
 
 
-def named_site(model: nn.Module, graph: Graph, path: str, word: str) -> Site:
+def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
     """The output of the module that a word names."""
     try:
         module = model.get_submodule(path) if path else None
@@ -61,8 +61,8 @@ def named_site(model: nn.Module, graph: Graph, path: str, word: str) -> Site:
     if module is None:
         children = ", ".join(name for name, _ in model.named_children())
         raise ValueError(
-            f"{type(model).__name__} has no module {path!r} for the word {word!r}; name one as in "
-            f"{word}(after='…'). At its top are: {children}"
+            f"{type(model).__name__} has no module {path!r} for the word {term!r}; name one as in "
+            f"{term}(after='…'). At its top are: {children}"
         )
     while isinstance(module, nn.Sequential) and len(module):  # a child of a Sequential would be run by it
         name, module = list(module.named_children())[-1]
@@ -71,7 +71,7 @@ def named_site(model: nn.Module, graph: Graph, path: str, word: str) -> Site:
         raise ValueError(f"{path} is a {type(module).__name__}, which has no output of its own; name a module in it")
     call = next((call for call in graph.calls if call.module is module and call.output >= 0), None)
     if call is None:
-        raise ValueError(f"{path} is not run by {type(model).__name__}'s forward; name a module for {word!r} that is")
+        raise ValueError(f"{path} is not run by {type(model).__name__}'s forward; name a module for {term!r} that is")
     return _site(graph, "named", replace(call, path=path), "output")
 
 
@@ -119,9 +119,9 @@ def reader_of_pooling(graph: Graph) -> str:
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
     """A transformer has more attention layers than convolutional blocks, and one for four convolutions at least."""
-    products = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
+    elementwise_muls = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
     fused = [n for n in graph.nodes if "attention" in n.op]
-    attention = len({n.call for n in products + fused})
+    attention = len({n.call for n in elementwise_muls + fused})
     convs = sum(n.is_spatial_conv for n in graph.nodes)
     if not convs or (attention > len(blocks) and 4 * attention > convs):
         raise ValueError(

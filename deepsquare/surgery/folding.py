@@ -44,7 +44,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
         _merge_scale(folded, graph)
         _merge_batch_norms(folded, graph)
     _merge_relus(folded, graph)
-    _leave_out(folded)
+    _remove_dropout(folded)
     setattr(folded, FOLDED, True)
     return folded
 
@@ -58,7 +58,7 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
         made = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
         layer = graph.calls[graph.nodes[made].call].module
         # The exact classes: in others (cosine classifiers, parametrised ones) the weight is not all there is.
-        if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or not _alone(model, graph, layer):
+        if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or not _is_exclusive(model, graph, layer):
             continue
         if any(n.op not in HOMOGENEOUS for n in graph.between(made, call.input)):
             continue
@@ -70,7 +70,7 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
         softmin.merge_scale()
 
 
-def _alone(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
+def _is_exclusive(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
     """Whether the module runs once, shares no parameter with another and has no hook: it can be changed by itself."""
     owners: Counter[nn.Parameter] = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     shares = any(owners[parameter] > 1 for parameter in module.parameters())
@@ -99,7 +99,7 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
         norm, before = call.module, made_by.get(call.input)
         if before is None or graph.readers(call.input) > 1 or not isinstance(norm, BATCH_NORMS):
             continue
-        if not _alone(model, graph, before.module) or not _alone(model, graph, norm):
+        if not _is_exclusive(model, graph, before.module) or not _is_exclusive(model, graph, norm):
             continue
         if norm.running_mean is None or norm.running_var is None:
             continue
@@ -128,13 +128,13 @@ def _merge_relus(model: nn.Module, graph: Graph) -> None:
         before = made_by.get(call.input)
         if before is None or type(call.module) not in (EleSquare, SquareEncoding):
             continue
-        alone = all(_alone(model, graph, module) for module in (call.module, before.module))
+        alone = all(_is_exclusive(model, graph, module) for module in (call.module, before.module))
         if alone and graph.readers(call.input) == 1:
             replace(model, call.module, ReLUSquare())
             replace(model, before.module, nn.Identity())
 
 
-def _leave_out(model: nn.Module) -> None:
+def _remove_dropout(model: nn.Module) -> None:
     """What does nothing in the test phase."""
     for module in list(model.modules()):
         hooked = module._forward_hooks or module._forward_pre_hooks

@@ -1,6 +1,6 @@
 """A module inside another module: how an inserted module comes to act at its site.
 
-It becomes a child of the module at the site, named ``deepsquare_<word>``, and that module's ``forward`` runs it on its
+It becomes a child of the module at the site, named ``deepsquare_<term>``, and that module's ``forward`` runs it on its
 input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict`` keys, its attributes
 and its indexing stay as they were, and the new keys are recognised by their name.
 """
@@ -19,24 +19,24 @@ PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
 
 
-def insert(model: nn.Module, site: Site, word: str, module: nn.Module) -> None:
+def insert(model: nn.Module, site: Site, term: str, module: nn.Module) -> None:
     """Let ``module`` act at ``site`` of ``model``, in the model's precision, on its device and in its mode."""
     anchor = next((p for p in model.parameters() if p.is_floating_point()), None)
     if anchor is not None:
         module.to(device=anchor.device, dtype=anchor.dtype)
     setattr(module, SITE, site)
     # _follow_registration does the rest.
-    model.get_submodule(site.path).add_module(PREFIX + word, module.train(model.training))
+    model.get_submodule(site.path).add_module(PREFIX + term, module.train(model.training))
 
 
-class Combined(nn.Module):
+class DynamicSubclass(nn.Module):
     """What goes in front of a module's class, and off it again.
 
     A class of its own, not a hook: ``torch.compile`` tells classes apart, but by default shares compiled code between
     models that differ in hooks alone, and would run an equipped model as its base.
     """
 
-    deepsquare_front: type[Combined]
+    deepsquare_front: type[DynamicSubclass]
     deepsquare_base: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -44,10 +44,10 @@ class Combined(nn.Module):
         return _new, (self.deepsquare_front, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
 
 
-_classes: dict[tuple[type[Combined], type[nn.Module]], type[Combined]] = {}
+_classes: dict[tuple[type[DynamicSubclass], type[nn.Module]], type[DynamicSubclass]] = {}
 
 
-def combined(front: type[Combined], base: type[nn.Module]) -> type[Combined]:
+def dynamic_subclass(front: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
     """``base`` with ``front`` before it, under the same name; one class for all modules of a kind."""
     if (front, base) not in _classes:
         names = {"deepsquare_front": front, "deepsquare_base": base, "__module__": base.__module__}
@@ -55,12 +55,12 @@ def combined(front: type[Combined], base: type[nn.Module]) -> type[Combined]:
     return _classes[front, base]
 
 
-def _new(front: type[Combined], base: type[nn.Module]) -> nn.Module:
-    both = combined(front, base)
+def _new(front: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
+    both = dynamic_subclass(front, base)
     return both.__new__(both)
 
 
-class Equipped(Combined):
+class WithInserted(DynamicSubclass):
     """A module at a site: ``forward`` runs the inserted modules too."""
 
     deepsquare_inserted: dict[str, str]  # name of the child → its position, in the order of insertion
@@ -74,7 +74,7 @@ class Equipped(Combined):
             kwargs = {**kwargs, first: self._run_all("input", kwargs[first])}
         return self._run_all("output", super().forward(*args, **kwargs))
 
-    def without_inserted(self, x: Tensor) -> Tensor:
+    def base_forward(self, x: Tensor) -> Tensor:
         """What the base class computes, alone."""
         y: Tensor = super().forward(x)
         return y
@@ -88,7 +88,7 @@ class Equipped(Combined):
 
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The module's class, as it is without anything inserted."""
-    return module.deepsquare_base if isinstance(module, Equipped) else type(module)
+    return module.deepsquare_base if isinstance(module, WithInserted) else type(module)
 
 
 def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -100,8 +100,8 @@ def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) 
     site = child.__dict__.get(SITE) if child is not None and name.startswith(PREFIX) else None
     if site is None:
         return
-    if not isinstance(parent, Equipped):
-        parent.__class__ = combined(Equipped, type(parent))
+    if not isinstance(parent, WithInserted):
+        parent.__class__ = dynamic_subclass(WithInserted, type(parent))
         parent.deepsquare_inserted = {}  # type: ignore[assignment]
     parent.deepsquare_inserted[name] = site.position  # type: ignore[operator, index]
 
@@ -111,7 +111,7 @@ register_module_module_registration_hook(_follow_registration)
 
 def remove_inserted(model: nn.Module) -> None:
     """The opposite of :func:`insert`, for all that was inserted."""
-    for parent in [module for module in model.modules() if isinstance(module, Equipped)]:
+    for parent in [module for module in model.modules() if isinstance(module, WithInserted)]:
         for name in parent.deepsquare_inserted:
             parent._modules.pop(name, None)
         del parent.deepsquare_inserted

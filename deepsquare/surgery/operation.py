@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
 from deepsquare.surgery.finder import find_sites, last_strides, named_site, reader_of_pooling
-from deepsquare.surgery.insertion import PREFIX, Equipped, insert, remove_inserted
+from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
 from deepsquare.surgery.site import Site, Sites
-from deepsquare.surgery.techniques import Word, format_spec, parse_spec
+from deepsquare.surgery.techniques import Term, format_spec, parse_spec
 from deepsquare.surgery.trace import Graph, trace
 
 FOLDED = "deepsquare_folded"
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Change:
+class Patch:
     """An attribute of a base module that a technique needs otherwise, with its value before."""
 
     path: str
@@ -33,8 +33,8 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Equipment:
-    """What ``equip`` did to a model; kept on the model as ``deepsquare_equipment``.
+class EquipRecord:
+    """What ``equip`` did to a model; kept on the model as ``deepsquare_record``.
 
     Attributes:
         spec: the spec in its canonical spelling.
@@ -47,8 +47,8 @@ class Equipment:
     spec: str
     dropout: float | None
     sites: Sites
-    revived: tuple[str, ...] = ()
-    changes: tuple[Change, ...] = ()
+    reset_gammas: tuple[str, ...] = ()
+    patches: tuple[Patch, ...] = ()
 
 
 def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape: Sequence[int] | None = None) -> Model:
@@ -64,55 +64,55 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         dropout: the dropout ratio before the last fully connected layer (the paper trains its networks with 0.2).
         input_shape: shape of one input without the batch, ``(channels, height, width)``, if it cannot be guessed.
     """
-    words = parse_spec(spec)
+    terms = parse_spec(spec)
     _refuse_wrapped_and_folded(model)
-    present = equipment(model)
+    present = equip_record(model)
     if present is not None:
         check_intact(model)
-        if (set(parse_spec(present.spec)), present.dropout) == (set(words), dropout):
+        if (set(parse_spec(present.spec)), present.dropout) == (set(terms), dropout):
             return model
         raise ValueError(
             f"{type(model).__name__} is already equipped with {present.spec!r} (dropout={present.dropout}), so it "
-            f"cannot take {format_spec(words)!r} (dropout={dropout}); call unequip(model) first"
+            f"cannot take {format_spec(terms)!r} (dropout={dropout}); call unequip(model) first"
         )
     refuse_inner(model)
-    if not words and dropout is None:
+    if not terms and dropout is None:
         return model
     graph = trace(model, input_shape)
-    changes: list[Change] = []
+    patches: list[Patch] = []
     try:
-        if any(word.dense for word in words):
+        if any(term.dense for term in terms):
             _require_maps(graph)
-            changes += _make_dense(model, graph)
+            patches += _make_dense(model, graph)
             graph = _trace_changed(model, graph, "at stride 1 in its last stage; give the word the option dense=False")
         sites = find_sites(model, graph)
-        placed = _place(model, words, graph, sites)
-        inserted = {site: word.build(site) for site, word in placed.items()}
-        dies_at_zero = any(word.technique.dies_at_zero for word in words)
-        if dies_at_zero:
+        placed = _place(model, terms, graph, sites)
+        inserted = {site: term.build(site) for site, term in placed.items()}
+        needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
+        if needs_nonzero_branch:
             _refuse_zero_convolutions(model, sites)
         if dropout is not None:
             _check_dropout(model, sites, dropout)
         for site, module in inserted.items():
-            changes += _widen(model, graph, site, module)
+            patches += _widen(model, graph, site, module)
             insert(model, site, placed[site].name, module)
-        if any(change.attribute == "weight" for change in changes):
+        if any(patch.attribute == "weight" for patch in patches):
             _trace_changed(model, graph, "with more pooled values; something else reads them, or their number is fixed")
         fuse_blocks(model)
         if dropout is not None:
-            changes += _set_dropout(model, sites, dropout)
-        filled = sites.filled({site: str(word) for site, word in placed.items()})
-        revived = _revive(model, sites) if dies_at_zero else ()
-        record = Equipment(format_spec(words), dropout, filled, revived, tuple(changes))
-        model.deepsquare_equipment = record  # type: ignore[assignment]
+            patches += _set_dropout(model, sites, dropout)
+        filled = sites.filled({site: str(term) for site, term in placed.items()})
+        reset_gammas = _reset_gammas(model, sites) if needs_nonzero_branch else ()
+        record = EquipRecord(format_spec(terms), dropout, filled, reset_gammas, tuple(patches))
+        model.deepsquare_record = record  # type: ignore[assignment]
     except BaseException:  # a spec that does not suit, a model that takes no new attributes: as it was
         unfuse_blocks(model)
         remove_inserted(model)
-        _undo(model, changes)
+        _undo(model, patches)
         raise
-    if revived:
+    if reset_gammas:
         warnings.warn(
-            f"{len(revived)} layers at the end of a block started at γ = 0 ({revived[0]}, …), which the excitation "
+            f"{len(reset_gammas)} layers at the end of a block started at γ = 0 ({reset_gammas[0]}, …), which the excitation "
             "would keep at zero for ever; they now start at γ = 1. Build the model without zero initialisation of the "
             "residual branch (zero_init_residual=False, zero_init_last=False), where it can be, to do without this "
             "message",
@@ -124,23 +124,23 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
 def unequip(model: Model) -> Model:
     """Take off everything that :func:`equip` added, in place: the base model again, with the same weights."""
     _refuse_wrapped_and_folded(model)
-    present = equipment(model)
+    present = equip_record(model)
     if present is None:
         return model
     unfuse_blocks(model)
     remove_inserted(model)
-    _undo(model, present.changes)
-    for name in present.revived:
+    _undo(model, present.patches)
+    for name in present.reset_gammas:
         factor = model.get_parameter(name)
         if bool((factor == 1).all()):  # not trained since: as it was
             nn.init.zeros_(factor)
-    del model.deepsquare_equipment
+    del model.deepsquare_record
     return model
 
 
-def equipment(model: nn.Module) -> Equipment | None:
+def equip_record(model: nn.Module) -> EquipRecord | None:
     """What stands in ``model`` (or in the model that DDP, EMA or ``torch.compile`` wrapped), if anything."""
-    return getattr(unwrap(model), "deepsquare_equipment", None)
+    return getattr(unwrap(model), "deepsquare_record", None)
 
 
 def is_folded(model: nn.Module) -> bool:
@@ -160,7 +160,7 @@ def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
     """What stands where: every site of ``model``, with the word that fills it once the model is equipped."""
     refuse_inner(model)
     check_intact(model)
-    present = equipment(model)
+    present = equip_record(model)
     if present is not None:
         return present.sites
     model = unwrap(model)
@@ -170,25 +170,25 @@ def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
 def refuse_inner(model: nn.Module) -> None:
     """Refuse a model that only has an equipped one inside: what stands there is known to the inner one alone."""
     model = unwrap(model)
-    if equipment(model) is None:
-        inner = next((path for path, module in model.named_modules() if isinstance(module, Equipped)), None)
+    if equip_record(model) is None:
+        inner = next((path for path, module in model.named_modules() if isinstance(module, WithInserted)), None)
         if inner is not None:
             raise ValueError(f"{type(model).__name__} has an equipped model inside ({inner}, …); use that one instead")
 
 
 def check_intact(model: nn.Module) -> None:
     """Refuse a model in which a module was replaced after ``equip``, and took along what stood at it."""
-    present = equipment(model)
+    present = equip_record(model)
     if present is None:
         return
-    expected = {f"{site.path}.{PREFIX}{site.word.split('(')[0]}": site.word for site in present.sites if site.word}
+    expected = {f"{site.path}.{PREFIX}{site.term.split('(')[0]}": site.term for site in present.sites if site.term}
     if present.dropout is not None and not present.sites.dropout:
         expected[f"{present.sites.classifier}.{PREFIX}dropout"] = "dropout"
     names = dict(unwrap(model).named_modules())
-    for path, word in expected.items():
+    for path, term in expected.items():
         if path not in names:
             raise ValueError(
-                f"{path.rpartition('.')[0]} has lost its {word}: the module was replaced after equip. Change the model "
+                f"{path.rpartition('.')[0]} has lost its {term}: the module was replaced after equip. Change the model "
                 "first and equip it then"
             )
 
@@ -205,57 +205,57 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _place(model: nn.Module, words: Sequence[Word], graph: Graph, sites: Sites) -> dict[Site, Word]:
-    placed: dict[Site, Word] = {}
-    for word in words:
-        for site in _places(model, word, graph, sites):
+def _place(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
+    placed: dict[Site, Term] = {}
+    for term in terms:
+        for site in _places(model, term, graph, sites):
             if site in placed:
                 raise ValueError(
-                    f"{placed[site]} and {word} of the spec both stand after {site.path}; keep one of them"
+                    f"{placed[site]} and {term} of the spec both stand after {site.path}; keep one of them"
                 )
-            placed[site] = word
+            placed[site] = term
     return placed
 
 
-def _places(model: nn.Module, word: Word, graph: Graph, sites: Sites) -> list[Site]:
-    kind = word.technique.kind
-    if word.after is not None or kind is None:
-        return [named_site(model, graph, word.after or "", word.name)]
+def _places(model: nn.Module, term: Term, graph: Graph, sites: Sites) -> list[Site]:
+    kind = term.technique.kind
+    if term.after is not None or kind is None:
+        return [named_site(model, graph, term.after or "", term.name)]
     places = sites.of(kind)
     if not places:
         raise ValueError(
-            f"{type(model).__name__} has no {kind} site for the word {word.name!r}: {sites.missing[kind]}. "
-            f"Its sites: {sites.summary()}{_hint(word)}"
+            f"{type(model).__name__} has no {kind} site for the word {term.name!r}: {sites.missing[kind]}. "
+            f"Its sites: {sites.summary()}{_hint(term)}"
         )
-    return word.choose(places)
+    return term.choose(places)
 
 
-def _hint(word: Word) -> str:
-    name = word.name
-    return f". {name}(after='…') stands behind a module you name" if "after" in word.technique.options else ""
+def _hint(term: Term) -> str:
+    name = term.name
+    return f". {name}(after='…') stands behind a module you name" if "after" in term.technique.options else ""
 
 
-def _change(model: nn.Module, path: str, attribute: str, value: Any) -> Change:
+def _patch(model: nn.Module, path: str, attribute: str, value: Any) -> Patch:
     module = model.get_submodule(path)
     before = getattr(module, attribute)
     setattr(module, attribute, value)
-    return Change(path, attribute, before)
+    return Patch(path, attribute, before)
 
 
-def _undo(model: nn.Module, changes: Sequence[Change]) -> None:
-    for change in reversed(changes):
-        module, value = model.get_submodule(change.path), change.before
-        if not hasattr(module, change.attribute):
+def _undo(model: nn.Module, patches: Sequence[Patch]) -> None:
+    for patch in reversed(patches):
+        module, value = model.get_submodule(patch.path), patch.before
+        if not hasattr(module, patch.attribute):
             continue  # the layer was replaced since, by one of another kind, which is left alone
         if isinstance(value, nn.Parameter):
-            now = module.get_parameter(change.attribute)
+            now = module.get_parameter(patch.attribute)
             if now.shape[0] != value.shape[0]:  # the layer was replaced since, by one of other classes
                 value = _new_weight(now, value.shape[1])
             value = nn.Parameter(value.detach().to(now), requires_grad=now.requires_grad)
-        setattr(module, change.attribute, value)
+        setattr(module, patch.attribute, value)
 
 
-def _make_dense(model: nn.Module, graph: Graph) -> list[Change]:
+def _make_dense(model: nn.Module, graph: Graph) -> list[Patch]:
     """Let the last stage go at stride 1, so that its map has four times the positions."""
     paths = last_strides(graph)
     if isinstance(paths, str):
@@ -264,7 +264,7 @@ def _make_dense(model: nn.Module, graph: Graph) -> list[Change]:
             "dense=False to leave the strides as they are (gsop instead of gsop1; for gsop2 write "
             "gsop(last=False)+isqrt_cov(iterations=3, dense=False))"
         )
-    return [_change(model, path, "stride", (1, 1)) for path in paths]
+    return [_patch(model, path, "stride", (1, 1)) for path in paths]
 
 
 def _require_maps(graph: Graph) -> None:
@@ -280,7 +280,7 @@ def _trace_changed(model: nn.Module, graph: Graph, how: str) -> Graph:
         raise ValueError(f"{type(model).__name__} cannot run {how} ({error.__cause__})") from error
 
 
-def _widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list[Change]:
+def _widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list[Patch]:
     """Let the layer behind the pooling read as many values as ``module`` returns. It starts anew."""
     wanted = getattr(module, "out_channels", site.channels)
     if site.kind != "pooling" or wanted == site.channels:
@@ -290,7 +290,7 @@ def _widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> lis
     size = "in_features" if isinstance(layer, nn.Linear) else "in_channels"
     weight = layer.get_parameter("weight")
     wider = nn.Parameter(_new_weight(weight, wanted), requires_grad=weight.requires_grad)
-    return [_change(model, path, "weight", wider), _change(model, path, size, wanted)]
+    return [_patch(model, path, "weight", wider), _patch(model, path, size, wanted)]
 
 
 def _new_weight(like: Tensor, inputs: int) -> Tensor:
@@ -311,26 +311,26 @@ def _check_dropout(model: nn.Module, sites: Sites, ratio: float) -> None:
         )
 
 
-def _set_dropout(model: nn.Module, sites: Sites, ratio: float) -> list[Change]:
+def _set_dropout(model: nn.Module, sites: Sites, ratio: float) -> list[Patch]:
     """Dropout before the last fully connected layer: the model's own layer if it has one there, else a new one."""
     if not sites.dropout:
         insert(model, Site("named", sites.classifier, "input", ()), "dropout", nn.Dropout(ratio))
         return []
-    return [_change(model, sites.dropout, "p", ratio)]
+    return [_patch(model, sites.dropout, "p", ratio)]
 
 
 def _all_zero(parameter: object) -> bool:
     return isinstance(parameter, Tensor) and not parameter.is_meta and not bool(parameter.any())
 
 
-def _revive(model: nn.Module, sites: Sites) -> tuple[str, ...]:
+def _reset_gammas(model: nn.Module, sites: Sites) -> tuple[str, ...]:
     """Set to 1 the factors of the blocks' layers that give nothing but zeros; their names.
 
     NOTE not in paper: a branch that starts at F = 0 has G = 0 and s = 0, and d(s·F)/dF = 0: neither γ nor α would ever
     get a gradient. Initialising the last γ of a block at zero and Square-Excitation exclude each other. A trained γ of
     zero does no harm, as β has moved and with it F.
     """
-    revived: list[str] = []
+    reset_gammas: list[str] = []
     for path in dict.fromkeys(site.block or site.path for site in sites.of("branch_end")):
         for name, module in model.get_submodule(path).named_modules(prefix=path):
             # γ of a normalisation, or the gain of timm's scaled convolutions
@@ -338,8 +338,8 @@ def _revive(model: nn.Module, sites: Sites) -> tuple[str, ...]:
             values, bias = getattr(module, factor, None), getattr(module, "bias", None)
             if isinstance(values, nn.Parameter) and _all_zero(values) and (bias is None or _all_zero(bias)):
                 nn.init.ones_(values)
-                revived.append(f"{name}.{factor}")
-    return tuple(revived)
+                reset_gammas.append(f"{name}.{factor}")
+    return tuple(reset_gammas)
 
 
 def _refuse_zero_convolutions(model: nn.Module, sites: Sites) -> None:

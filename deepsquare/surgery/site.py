@@ -44,7 +44,7 @@ class Site:
     stage: int = 0
     relu_first: bool = False
     keeps_size: bool = False
-    word: str = ""
+    term: str = ""
 
     @property
     def pools_early(self) -> bool:
@@ -90,10 +90,10 @@ class Sites:
     def __len__(self) -> int:
         return len(self.found)
 
-    def filled(self, words: dict[Site, str]) -> Sites:
+    def filled(self, terms: dict[Site, str]) -> Sites:
         """The same sites with the words that now stand at them; named places are added."""
-        places = dict.fromkeys((*self.found, *words))
-        return replace(self, found=tuple(replace(site, word=words.get(site, "")) for site in places))
+        places = dict.fromkeys((*self.found, *terms))
+        return replace(self, found=tuple(replace(site, term=terms.get(site, "")) for site in places))
 
     def summary(self) -> str:
         """How many of each kind, in one line."""
@@ -103,7 +103,7 @@ class Sites:
         lines = []
         for site in self.found:
             size = "×".join(map(str, site.shape))
-            line = f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.word}".rstrip()
+            line = f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.term}".rstrip()
             lines.append(line + ("  (pools here already: the pooling itself is no module)" if site.pools_early else ""))
         lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
         return "\n".join(lines)

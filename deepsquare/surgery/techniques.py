@@ -54,7 +54,7 @@ class Technique:
     kind: Kind | None
     build: Callable[..., nn.Module]
     stage_ends: bool = False
-    dies_at_zero: bool = False
+    needs_nonzero_branch: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-PEERS: dict[str, Technique] = {
+BASELINES: dict[str, Technique] = {
     "se": Technique("Squeeze-and-Excitation", "branch_end", _se),
     "ge_theta_minus": Technique("Gather-Excite without parameters (GE-θ⁻)", "branch_end", _ge_theta_minus),
     "ge_theta": Technique("Gather-Excite (GE-θ)", "branch_end", _ge_theta),
@@ -164,7 +164,7 @@ PEERS: dict[str, Technique] = {
 TECHNIQUES: dict[str, Technique] = {
     "pooling": Technique("Square-Pooling", "pooling", _pooling),
     "softmin": Technique("Square-Softmin", "logits", _softmin),
-    "excitation": Technique("Square-Excitation", "branch_end", _excitation, dies_at_zero=True),
+    "excitation": Technique("Square-Excitation", "branch_end", _excitation, needs_nonzero_branch=True),
     "encoding": Technique("Square-Encoding", "last_spatial_conv", _encoding),
     "square": Technique("EleSquare after a named module", None, _square),
     "gem": Technique("GeM pooling", "pooling", _gem),
@@ -173,14 +173,14 @@ TECHNIQUES: dict[str, Technique] = {
         f"moment{order}": Technique(f"Moment of order {order}", "pooling", partial(_moment, order))
         for order in (3, 4, 5, 6)
     },
-    **PEERS,
+    **BASELINES,
 }
-NETWORKS = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
+ALIASES = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
 """Names of GSoP-Net1 and GSoP-Net2, and the words that they stand for."""
 
 
 @dataclass(frozen=True)
-class Word:
+class Term:
     """One word of a spec, with the options that were given."""
 
     name: str
@@ -215,7 +215,7 @@ class Word:
 
     def build(self, site: Site) -> nn.Module:
         """The module for ``site``; says which word it was if the options do not suit the module."""
-        if self.name in PEERS and len(site.spatial) != 2:
+        if self.name in BASELINES and len(site.spatial) != 2:
             shape = "×".join(map(str, site.shape))
             raise ValueError(f"the word {self} takes maps with height and width; {site.path} gives {shape}")
         try:
@@ -233,7 +233,7 @@ def _written(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else repr(value)
 
 
-def parse_spec(spec: str) -> tuple[Word, ...]:
+def parse_spec(spec: str) -> tuple[Term, ...]:
     """The words of ``spec``, checked; no words for an empty one."""
     if not isinstance(spec, str):
         raise TypeError(f"a spec is a string such as 'pooling+excitation', got {spec!r}")
@@ -243,14 +243,14 @@ def parse_spec(spec: str) -> tuple[Word, ...]:
         tree: ast.expr = ast.parse(spec.strip(), mode="eval").body
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
-    words = [word for part in _summands(tree) for word in _parse_words(part, spec)]
-    _refuse_clashes(words, spec)
-    return tuple(words)
+    terms = [term for part in _summands(tree) for term in _parse_words(part, spec)]
+    _refuse_clashes(terms, spec)
+    return tuple(terms)
 
 
-def format_spec(words: tuple[Word, ...]) -> str:
-    """The spec of ``words``, in its one canonical spelling."""
-    return "+".join(map(str, words))
+def format_spec(terms: tuple[Term, ...]) -> str:
+    """The spec of ``terms``, in its one canonical spelling."""
+    return "+".join(map(str, terms))
 
 
 def _summands(tree: ast.expr) -> list[ast.expr]:
@@ -266,22 +266,22 @@ def _not_a_spec(spec: str, reason: str) -> ValueError:
     )
 
 
-def _parse_words(tree: ast.expr, spec: str) -> tuple[Word, ...]:
-    if isinstance(tree, ast.Name) and tree.id in NETWORKS:
-        return parse_spec(NETWORKS[tree.id])
+def _parse_words(tree: ast.expr, spec: str) -> tuple[Term, ...]:
+    if isinstance(tree, ast.Name) and tree.id in ALIASES:
+        return parse_spec(ALIASES[tree.id])
     return (_parse_word(tree, spec),)
 
 
-def _parse_word(tree: ast.expr, spec: str) -> Word:
+def _parse_word(tree: ast.expr, spec: str) -> Term:
     call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
     if not isinstance(call.func, ast.Name):
         raise _not_a_spec(spec, f"{ast.unparse(tree)} is not a word")
     name = call.func.id
     if name not in TECHNIQUES:
-        if name in NETWORKS:
-            raise ValueError(f"{name} takes no options; write {NETWORKS[name]}, for which it stands, with others")
-        words = ", ".join((*TECHNIQUES, *NETWORKS))
-        raise ValueError(f"unknown word {name!r} in the spec {spec!r}; the words are: {words}")
+        if name in ALIASES:
+            raise ValueError(f"{name} takes no options; write {ALIASES[name]}, for which it stands, with others")
+        terms = ", ".join((*TECHNIQUES, *ALIASES))
+        raise ValueError(f"unknown word {name!r} in the spec {spec!r}; the words are: {terms}")
     known = TECHNIQUES[name].options
     takes = f"{name} takes " + (", ".join(f"{k}={v!r}" for k, v in known.items()) or "no options")
     if call.args:
@@ -293,7 +293,7 @@ def _parse_word(tree: ast.expr, spec: str) -> Word:
         if keyword.arg in options:
             raise _not_a_spec(spec, f"{name} has {keyword.arg} twice")
         options[keyword.arg] = _value(keyword, known[keyword.arg], spec)
-    return Word(name, tuple((key, options[key]) for key in known if key in options and options[key] != known[key]))
+    return Term(name, tuple((key, options[key]) for key in known if key in options and options[key] != known[key]))
 
 
 def _value(keyword: ast.keyword, default: Any, spec: str) -> Any:
@@ -311,13 +311,13 @@ def _value(keyword: ast.keyword, default: Any, spec: str) -> Any:
     return value
 
 
-def _refuse_clashes(words: list[Word], spec: str) -> None:
+def _refuse_clashes(terms: list[Term], spec: str) -> None:
     """One word a site: two poolings cannot both pool, and squaring twice at one place is a fourth power."""
     places: dict[Any, str] = {}
-    for word in words:
-        place = word.technique.kind if word.after is None else ("after", word.after)
+    for term in terms:
+        place = term.technique.kind if term.after is None else ("after", term.after)
         if place in places:
             raise ValueError(
-                f"the spec {spec!r} fills the same site twice, by {places[place]} and {word.name}; keep one of them"
+                f"the spec {spec!r} fills the same site twice, by {places[place]} and {term.name}; keep one of them"
             )
-        places[place] = word.name
+        places[place] = term.name

@@ -221,7 +221,7 @@ def example_shape(model: nn.Module) -> tuple[int, ...]:
 
     The one it was equipped with, what timm says, or what fits the first convolution.
     """
-    present = getattr(model, "deepsquare_equipment", None)
+    present = getattr(model, "deepsquare_record", None)
     if present is not None:
         return tuple(present.sites.input_shape)
     config = getattr(model, "pretrained_cfg", None) or {}

@@ -19,44 +19,44 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # as torchrun sets them
 
 
 @dataclass(frozen=True)
-class Team:
+class DistributedContext:
     """This process's place among those that train together, and its device."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     device: torch.device = CPU
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all processes, the same on each."""
-        if self.size == 1:
+        if self.world_size == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(summed)
         return [float(value) for value in summed.tolist()]
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The value of every process, on each."""
-        if self.size == 1:
+        if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    def part(self, count: int) -> range:
+    def shard(self, count: int) -> range:
         """Which of ``count`` things are this process's; each is exactly one's, however they divide."""
-        return range(self.rank, count, self.size)
+        return range(self.rank, count, self.world_size)
 
 
-ALONE = Team()
+SINGLE_PROCESS = DistributedContext()
 
 
 @contextmanager
-def join(device: str | None = None) -> Iterator[Team]:
+def init_distributed(device: str | None = None) -> Iterator[DistributedContext]:
     """Join the team that the environment describes, or be one alone, on a GPU of its own where there is one."""
     given = [name for name in VARIABLES if name in os.environ]
     if given and len(given) < len(VARIABLES):
@@ -64,7 +64,9 @@ def join(device: str | None = None) -> Iterator[Team]:
         raise ValueError(
             f"the environment has {', '.join(given)} but not {missing}; start with torchrun, or unset them"
         )
-    rank, size, local = (int(os.environ.get(name, default)) for name, default in zip(VARIABLES, "010", strict=True))
+    rank, world_size, local = (
+        int(os.environ.get(name, default)) for name, default in zip(VARIABLES, "010", strict=True)
+    )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"the device is {kind!r}; expected cpu or cuda")
@@ -78,18 +80,18 @@ def join(device: str | None = None) -> Iterator[Team]:
                 f"process {local} of this machine finds {found} GPUs; start at most {found}, or --device cpu"
             )
         torch.cuda.set_device(place)
-    if size == 1:
-        yield Team(device=place)
+    if world_size == 1:
+        yield DistributedContext(device=place)
         return
-    store = meet(next(dist.rendezvous("env://", rank, size))[0], rank, size)
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    store = rendezvous(next(dist.rendezvous("env://", rank, world_size))[0], rank, world_size)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size)
     try:
-        yield Team(rank, size, place)
+        yield DistributedContext(rank, world_size, place)
     finally:
         dist.destroy_process_group()
 
 
-def meet(store: dist.Store, rank: int, size: int, patience: float = 1800.0) -> dist.Store:
+def rendezvous(store: dist.Store, rank: int, world_size: int, patience: float = 1800.0) -> dist.Store:
     """The part of a store that belongs to the processes that are alive now.
 
     ``torchrun`` keeps one store over its restarts (torch 2.13), so a process that comes again may read the address
@@ -105,14 +107,14 @@ def meet(store: dist.Store, rank: int, size: int, patience: float = 1800.0) -> d
         word = store.get(f"answer/{word}").decode()
         store.set(f"heard/{word}/{rank}", "")
         return dist.PrefixStore(word, store)
-    missing, end = set(range(1, size)), time.monotonic() + patience
+    missing, end = set(range(1, world_size)), time.monotonic() + patience
     while missing := {other for other in missing if not store.check([f"heard/{word}/{other}"])}:
         for other in missing:
             if store.check([f"word/{other}"]):
                 store.set(f"answer/{store.get(f'word/{other}').decode()}", word)
         if time.monotonic() > end:
             raise TimeoutError(
-                f"{len(missing)} of {size} processes have not come within {patience:g} s, the first is {min(missing)}; "
+                f"{len(missing)} of {world_size} processes have not come within {patience:g} s, the first is {min(missing)}; "
                 "see whether their machines reach this one"
             )
         time.sleep(0.05)

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from deepsquare._bits import pack_bits
 from deepsquare.data.loader import NO_LABEL
 from deepsquare.results import round_for_json
-from deepsquare.training.distributed import ALONE, Team
+from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
 from deepsquare.training.state import load_progress, save_progress
-from deepsquare.training.trainer import Engine, Learner
+from deepsquare.training.trainer import Engine, Trainer
 
 logger = logging.getLogger("deepsquare")
 PATIENCE = 3  # epochs in a row after the warm-up that may be no better than a guess, before a run counts as diverged
@@ -77,7 +77,7 @@ class History:
 
 
 @dataclass
-class Tally:
+class EpochMetrics:
     """The steps of an epoch so far: loss and right answers summed over the images that counted."""
 
     steps: int = 0
@@ -97,7 +97,7 @@ class Tally:
         return self.right / max(self.images, 1)
 
 
-class Shown(NamedTuple):
+class EvalMetrics(NamedTuple):
     """What a model showed on images: the mean loss, and the share of right answers, first and among five.
 
     ``overflows`` counts the images without a finite loss; ``correct`` has one truth value per image, in their order.
@@ -127,22 +127,22 @@ class StoppedError(Exception):
 
 
 def fit(
-    learner: nn.Module | Learner,
+    trainer: nn.Module | Trainer,
     batches: Batches,
     recipe: Recipe,
     evaluation: Evaluation,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
-    keep_every: float = math.inf,
+    checkpoint_interval: float = math.inf,
     identity: str = "",
     on_epoch: Callable[[History], None] = lambda history: None,
-    on_step: Callable[[int, Tally, float], None] = lambda epoch, tally, rate: None,
+    on_step: Callable[[int, EpochMetrics, float], None] = lambda epoch, epoch_metrics, lr: None,
     stop: Callable[[], bool] = lambda: False,
     judge_end: bool = True,
 ) -> History:
     """Train a model in place by the recipe, or a learner as its engine says, and return the history.
 
-    With a ``checkpoint`` path every epoch is kept there, and within an epoch every ``keep_every`` seconds. A run of the
+    With a ``checkpoint`` path every epoch is kept there, and within an epoch every ``checkpoint_interval`` seconds. A run of the
     same ``identity`` goes on from it: on one machine with the same number of threads it ends with the same weights as
     one that was not stopped. When ``stop`` says yes after a step, a checkpoint is written and StoppedError raised.
     A loss no better than a guess over some epochs after the warm-up is divergence; with ``judge_end``, at the end so is
@@ -150,85 +150,108 @@ def fit(
     """
     if not len(batches):
         raise ValueError("an epoch has no batches; expected at least one: a smaller batch, or more data")
-    keep_buffers()
-    if not isinstance(learner, Learner):
-        learner = Learner(learner, recipe, Engine())
-    team, history, tally, losing = learner.engine.team, History(), Tally(), 0
+    tune_malloc()
+    if not isinstance(trainer, Trainer):
+        trainer = Trainer(trainer, recipe, Engine())
+    distributed, history, epoch_metrics, bad_epochs = trainer.engine.distributed, History(), EpochMetrics(), 0
     place = None if checkpoint is None else Path(checkpoint)
     if place is not None and place.exists():
-        progress = load_progress(place, learner, identity, recipe)
-        history, tally, losing = History(**progress["history"]), Tally(**progress["tally"]), progress["losing"]
+        progress = load_progress(place, trainer, identity, recipe)
+        history, epoch_metrics, bad_epochs = (
+            History(**progress["history"]),
+            EpochMetrics(**progress["epoch_metrics"]),
+            progress["bad_epochs"],
+        )
     since = kept = time.perf_counter()
 
     def keep() -> None:
         nonlocal since, kept
         history.seconds, since = history.seconds + time.perf_counter() - since, time.perf_counter()
         if place is not None:
-            progress = {"identity": identity, "history": asdict(history), "tally": asdict(tally), "losing": losing}
-            save_progress(place, learner, recipe, progress)
+            progress = {
+                "identity": identity,
+                "history": asdict(history),
+                "epoch_metrics": asdict(epoch_metrics),
+                "bad_epochs": bad_epochs,
+            }
+            save_progress(place, trainer, recipe, progress)
             kept = time.perf_counter()
 
     while history.epochs < recipe.epochs:
         epoch, count = history.epochs, len(batches)
-        with closing(batches.epoch(epoch, tally.steps)) as given:  # an error's traceback would keep its workers alive
+        with closing(
+            batches.epoch(epoch, epoch_metrics.steps)
+        ) as given:  # an error's traceback would keep its workers alive
             for images, labels in given:
-                rate = recipe.rate_at(epoch + (tally.steps + 1) / count)
-                due = team.leads and time.perf_counter() - kept > keep_every
+                lr = recipe.lr_at(epoch + (epoch_metrics.steps + 1) / count)
+                due = distributed.is_main_process and time.perf_counter() - kept > checkpoint_interval
                 try:
-                    asked, late = step(learner, images, labels, rate, tally, stop(), due)
+                    asked, late = step(trainer, images, labels, lr, epoch_metrics, stop(), due)
                 except NotFiniteError as error:
-                    reason = f"epoch {epoch + 1}: {error}; try a lower rate or a longer warm-up"
+                    reason = f"epoch {epoch + 1}: {error}; try a lower lr or a longer warm-up"
                     raise DivergedError(reason, history) from error
-                on_step(epoch, tally, rate)
+                on_step(epoch, epoch_metrics, lr)
                 if asked or late:
                     keep()
                 if asked:
-                    raise StoppedError(f"stopped after step {tally.steps} of {count} in epoch {epoch + 1}")
-        losing = losing + 1 if epoch >= recipe.warmup and tally.mean_loss >= math.log(tally.classes) else 0
-        _conclude(learner, evaluation, history, tally)
-        if losing >= PATIENCE or (judge_end and losing and history.epochs == recipe.epochs):
-            guess = math.log(tally.classes)
-            reason = f"epoch {history.epochs}: the loss was {tally.mean_loss:.3g}, that of a guess is {guess:.3g}"
-            raise DivergedError(f"{reason}; try a lower rate", history)
-        tally = Tally()
+                    raise StoppedError(f"stopped after step {epoch_metrics.steps} of {count} in epoch {epoch + 1}")
+        bad_epochs = (
+            bad_epochs + 1
+            if epoch >= recipe.warmup and epoch_metrics.mean_loss >= math.log(epoch_metrics.classes)
+            else 0
+        )
+        _conclude(trainer, evaluation, history, epoch_metrics)
+        if bad_epochs >= PATIENCE or (judge_end and bad_epochs and history.epochs == recipe.epochs):
+            guess = math.log(epoch_metrics.classes)
+            reason = (
+                f"epoch {history.epochs}: the loss was {epoch_metrics.mean_loss:.3g}, that of a guess is {guess:.3g}"
+            )
+            raise DivergedError(f"{reason}; try a lower lr", history)
+        epoch_metrics = EpochMetrics()
         keep()
         on_epoch(history)
-        if history.epochs < recipe.epochs and any(team.total([stop()])):
+        if history.epochs < recipe.epochs and any(distributed.all_reduce_sum([stop()])):
             raise StoppedError(f"stopped after epoch {history.epochs}")
     return history
 
 
-def step(learner: Learner, images: Tensor, labels: Tensor, rate: float, tally: Tally, *flags: bool) -> list[bool]:
+def step(
+    trainer: Trainer, images: Tensor, labels: Tensor, lr: float, epoch_metrics: EpochMetrics, *flags: bool
+) -> list[bool]:
     """One step of the whole team, added to the tally; of the flags, those that any process has raised.
 
     A loss that is not finite raises :class:`NotFiniteError` on every process, before it reaches the weights.
     """
-    *sums, tally.classes = learner.gradients(images, labels)
-    loss, right, counted, *raised = learner.engine.team.total([*sums, *flags])
-    tally.steps += 1
+    *sums, epoch_metrics.classes = trainer.forward_backward(images, labels)
+    loss, right, counted, *raised = trainer.engine.distributed.all_reduce_sum([*sums, *flags])
+    epoch_metrics.steps += 1
     if not math.isfinite(loss):
-        raise NotFiniteError(f"the loss is {loss} at step {tally.steps}, rate {rate:.3g}")
-    learner.update(rate)
-    tally.loss, tally.right, tally.images = tally.loss + loss, tally.right + right, tally.images + counted
+        raise NotFiniteError(f"the loss is {loss} at step {epoch_metrics.steps}, lr {lr:.3g}")
+    trainer.optimizer_step(lr)
+    epoch_metrics.loss, epoch_metrics.right, epoch_metrics.images = (
+        epoch_metrics.loss + loss,
+        epoch_metrics.right + right,
+        epoch_metrics.images + counted,
+    )
     return [flag > 0 for flag in raised]
 
 
-def _conclude(learner: Learner, evaluation: Evaluation, history: History, tally: Tally) -> None:
+def _conclude(trainer: Trainer, evaluation: Evaluation, history: History, epoch_metrics: EpochMetrics) -> None:
     """Evaluate after an epoch, and add it to the history."""
-    team = learner.engine.team
-    shown = evaluate(learner.model, evaluation(), team=team, logits=learner.logits)
-    history.train_loss.append(tally.mean_loss)
-    history.train_accuracy.append(tally.accuracy)
+    distributed = trainer.engine.distributed
+    shown = evaluate(trainer.model, evaluation(), distributed=distributed, logits=trainer.logits)
+    history.train_loss.append(epoch_metrics.mean_loss)
+    history.train_accuracy.append(epoch_metrics.accuracy)
     history.loss.append(shown.loss)
     history.accuracy.append(shown.accuracy)
     history.top5.append(shown.top5)
     history.correct = pack_bits(shown.correct)
-    if shown.overflows and team.leads:
+    if shown.overflows and distributed.is_main_process:
         # No divergence: running statistics lag behind the weights, and every square after them squares the error.
-        logger.warning("epoch %d: %d pictures have no finite loss in the evaluation", history.epochs, shown.overflows)
-    if learner.average is not None:
-        averaged = partial(learner.logits, averaged=True)
-        history.ema.append(evaluate(learner.average, evaluation(), team=team, logits=averaged).accuracy)
+        logger.warning("epoch %d: %d images have no finite loss in the evaluation", history.epochs, shown.overflows)
+    if trainer.ema is not None:
+        averaged = partial(trainer.logits, averaged=True)
+        history.ema.append(evaluate(trainer.ema, evaluation(), distributed=distributed, logits=averaged).accuracy)
 
 
 @torch.inference_mode()
@@ -236,9 +259,9 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
-    team: Team = ALONE,
+    distributed: DistributedContext = SINGLE_PROCESS,
     logits: Callable[[Tensor], Tensor] | None = None,
-) -> Shown:
+) -> EvalMetrics:
     """Loss and accuracies over the batches of all processes, the model in eval mode and then back.
 
     An image that could not be read has no part in the loss, and counts as answered wrong; so does one whose logits are
@@ -259,20 +282,22 @@ def evaluate(
         answers.append((said.argmax(1) == told).cpu())
         right, among = right + int(answers[-1].sum()), among + int(hits.sum())
     model.train(training)
-    total, read, right, among, seen, overflows = team.total([total, read, right, among, seen, overflows])
+    total, read, right, among, seen, overflows = distributed.all_reduce_sum(
+        [total, read, right, among, seen, overflows]
+    )
     if not seen:
         raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator gives them once)")
     if not read:
-        raise ValueError(f"none of the {seen:.0f} pictures to evaluate on can be read; fetch them again")
+        raise ValueError(f"none of the {seen:.0f} images to evaluate on can be read; fetch them again")
     correct = torch.empty(round(seen), dtype=torch.bool)
-    for rank, own in enumerate(team.gathered(torch.cat(answers) if answers else None)):
+    for rank, own in enumerate(distributed.all_gather(torch.cat(answers) if answers else None)):
         if own is not None:  # else a process without images
-            correct[rank :: team.size] = own
-    return Shown(total / read, right / seen, among / seen, round(overflows), correct)
+            correct[rank :: distributed.world_size] = own
+    return EvalMetrics(total / read, right / seen, among / seen, round(overflows), correct)
 
 
 @cache
-def keep_buffers() -> bool:
+def tune_malloc() -> bool:
     """Have the C library keep freed memory instead of giving it back and faulting it in again at every step.
 
     Whether it could be set: glibc only; elsewhere nothing is changed.

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from deepsquare.training import History, Recipe
-from deepsquare.training.loop import Tally
+from deepsquare.training.loop import EpochMetrics
 
 LINE_EVERY = 60  # seconds, where there is no terminal
 
 
 class TrainingProgress:
-    """Epoch, loss, pictures per second and the time left; silent unless ``speaks``."""
+    """Epoch, loss, images per second and the time left; silent unless ``speaks``."""
 
     def __init__(self, recipe: Recipe, steps: int, speaks: bool) -> None:
         self.console = Console(stderr=True, quiet=not speaks)
@@ -36,19 +36,19 @@ class TrainingProgress:
         if self.console.is_terminal:
             self._bar.stop()
 
-    def step(self, epoch: int, tally: Tally, rate: float) -> None:
+    def step(self, epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
         """A step of an epoch, counted from 0, was done."""
         now = time.perf_counter()
         if not self._timed:  # the first step of a process tells nothing about speed
             self._since = now
         self._timed += 1
-        speed = (self._timed - 1) * self.recipe.batch / max(now - self._since, 1e-9)
-        done = epoch * self.steps + tally.steps
-        shown = f"loss {tally.mean_loss:.3f}, rate {rate:.3g}"
+        speed = (self._timed - 1) * self.recipe.batch_size / max(now - self._since, 1e-9)
+        done = epoch * self.steps + epoch_metrics.steps
+        shown = f"loss {epoch_metrics.mean_loss:.3f}, lr {lr:.3g}"
         if speed:
-            left = (self.recipe.epochs * self.steps - done) * self.recipe.batch / speed
-            shown += f", {speed:.0f} pictures/s, {_time(left)} left"
-        where = f"epoch {epoch + 1}/{self.recipe.epochs}, step {tally.steps}/{self.steps}"
+            left = (self.recipe.epochs * self.steps - done) * self.recipe.batch_size / speed
+            shown += f", {speed:.0f} images/s, {_time(left)} left"
+        where = f"epoch {epoch + 1}/{self.recipe.epochs}, step {epoch_metrics.steps}/{self.steps}"
         if self.console.is_terminal:
             self._bar.update(self._task, completed=done, description=where, shown=shown)
         elif now - self._said > LINE_EVERY:

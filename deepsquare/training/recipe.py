@@ -20,8 +20,8 @@ class Recipe:
     """SGD with momentum; the rate rises linearly over the warm-up and falls by a cosine to zero."""
 
     epochs: int
-    batch: int = 128
-    rate: float = 0.1  # the highest one
+    batch_size: int = 128
+    lr: float = 0.1  # the highest one
     warmup: float = 1.0  # epochs
     momentum: float = 0.9
     nesterov: bool = True
@@ -35,35 +35,35 @@ class Recipe:
 
     def _checks(self) -> Iterable[Check]:
         yield "epochs", self.epochs >= 1, "at least 1"
-        yield "batch", self.batch >= 1, "at least 1"
-        yield "rate", 0 < self.rate < math.inf, "above 0"
+        yield "batch_size", self.batch_size >= 1, "at least 1"
+        yield "lr", 0 < self.lr < math.inf, "above 0"
         yield "warmup", 0 <= self.warmup <= self.epochs, f"between 0 and the {self.epochs} epochs"
         yield "momentum", 0 <= self.momentum < 1, "0 ≤ momentum < 1"
         yield "nesterov", self.momentum > 0 or not self.nesterov, "False where momentum is 0"
         yield "weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"
 
-    def rate_at(self, progress: float) -> float:
+    def lr_at(self, progress: float) -> float:
         """The rate after ``progress`` epochs, which may be a fraction."""
         if progress < self.warmup:
-            return self.rate * progress / self.warmup
+            return self.lr * progress / self.warmup
         if self.epochs == self.warmup:
-            return self.rate
+            return self.lr
         part = min((progress - self.warmup) / (self.epochs - self.warmup), 1.0)
-        return self.rate * (1 + math.cos(math.pi * part)) / 2
+        return self.lr * (1 + math.cos(math.pi * part)) / 2
 
-    def optimiser(self, model: nn.Module, *, scaled: bool = False) -> torch.optim.SGD:
+    def optimizer(self, model: nn.Module, *, scaled: bool = False) -> torch.optim.SGD:
         """The optimiser of a model; the loop sets its rate at every step.
 
         With ``scaled`` gradients it is not fused: when its very first step is skipped for a gradient that is not
         finite, the fused one of torch 2.13 takes memory that was never written for its momentum.
         """
         options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": not scaled}
-        return torch.optim.SGD(model.parameters(), self.rate, weight_decay=self.weight_decay, **options)
+        return torch.optim.SGD(model.parameters(), self.lr, weight_decay=self.weight_decay, **options)
 
 
 @dataclass(frozen=True)
 class CifarRecipe(Recipe):
-    """The same on small pictures."""
+    """The same on small images."""
 
     pad: int = 4  # random crops from a border reflected by so many pixels
     flip: bool = True  # from left to right, every second image
@@ -82,16 +82,16 @@ class ImageNetRecipe(Recipe):
     """
 
     epochs: int = 120
-    batch: int = 1024  # over all devices
-    rate: float = 0.4
+    batch_size: int = 1024  # over all devices
+    lr: float = 0.4
     warmup: float = 5.0
     model: str = "resnet18"
     spec: str = ""
     dropout: float | None = None  # before the last FC; the model's own if not given
-    size: int = 224  # of the pictures trained on
-    crop_area: tuple[float, float] = (0.08, 1.0)  # of the picture
+    size: int = 224  # of the images trained on
+    crop_area: tuple[float, float] = (0.08, 1.0)  # of the image
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of width and height
-    flip: bool = True  # from left to right, every second picture
+    flip: bool = True  # from left to right, every second image
     eval_resize: int = 256  # the shorter side, before the centre is cut out
     eval_size: int = 224
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -154,12 +154,16 @@ def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     _check_types(type(recipe), changes)
     notes = []
-    if changes.get("batch", recipe.batch) != recipe.batch and "rate" not in changes and changes["batch"] >= 1:
-        rate = recipe.rate * changes["batch"] / recipe.batch
-        changes = {**changes, "rate": rate}
+    if (
+        changes.get("batch_size", recipe.batch_size) != recipe.batch_size
+        and "lr" not in changes
+        and changes["batch_size"] >= 1
+    ):
+        lr = recipe.lr * changes["batch_size"] / recipe.batch_size
+        changes = {**changes, "lr": lr}
         notes.append(
-            f"the rate follows the batch: {recipe.rate:g} for {recipe.batch} is {rate:g} for {changes['batch']}; give "
-            "a rate to choose otherwise"
+            f"the lr follows the batch size: {recipe.lr:g} for {recipe.batch_size} is {lr:g} for {changes['batch_size']}; give "
+            "an lr to choose otherwise"
         )
     if changes.get("epochs", recipe.epochs) < recipe.warmup and "warmup" not in changes:
         notes.append(f"the warm-up of {recipe.warmup:g} epochs is cut to the {changes['epochs']} that there are")

@@ -1,4 +1,4 @@
-"""A training run on a folder of pictures, from the checks before it starts to the row that it leaves behind."""
+"""A training run on a folder of images, from the checks before it starts to the row that it leaves behind."""
 
 from __future__ import annotations
 
@@ -18,18 +18,27 @@ import torch
 from torch import nn
 
 from deepsquare import checkpoint
-from deepsquare._files import make_writable, replacing
+from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.data.splits import check_same_classes, open_source
-from deepsquare.data.transforms import EvalView
+from deepsquare.data.transforms import EvalTransform
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store
-from deepsquare.training import DivergedError, Engine, History, ImageNetRecipe, Learner, StoppedError, Team, fit
-from deepsquare.training.distributed import ALONE
-from deepsquare.training.image_folder import Loading, Normalise, PictureBatches, PictureEvaluation
+from deepsquare.training import (
+    DistributedContext,
+    DivergedError,
+    Engine,
+    History,
+    ImageNetRecipe,
+    StoppedError,
+    Trainer,
+    fit,
+)
+from deepsquare.training.distributed import SINGLE_PROCESS
+from deepsquare.training.image_folder import ImageBatches, ImageEvaluation, Loading, Normalize
 from deepsquare.training.progress import TrainingProgress
 
 logger = logging.getLogger("deepsquare")
-IMAGENET = (1000, 1_281_167)  # its classes and training pictures
+IMAGENET = (1000, 1_281_167)  # its classes and training images
 CHECKPOINT, MODEL, AVERAGE, LOG, SUMMARY = "last.pt", "model.safetensors", "ema.safetensors", "log.jsonl", "run.json"
 JOB = ".job"  # of torchrun, that began the run
 
@@ -39,15 +48,15 @@ class Settings:
     """How a run is done on this machine, which its outcome does not depend on (but for batch statistics).
 
     Attributes:
-        micro: pictures that a device takes at a time; more are done in several goes, so that the batch stays.
+        micro_batch_size: images that a device takes at a time; more are done in several goes, so that the batch stays.
         channels_last: the layout that convolutions are fastest in.
         compile: by torch.compile.
         minutes: between two checkpoints within an epoch.
         tensorboard: write event files too.
-        loading: how pictures are read.
+        loading: how images are read.
     """
 
-    micro: int | None = None
+    micro_batch_size: int | None = None
     channels_last: bool = True
     compile: bool = False
     minutes: float = 15.0
@@ -60,46 +69,48 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Assembled:
+class TrainingSetup:
     """What a run consists of."""
 
     experiment: str  # imagenet, or the name of the folder of other data
-    learner: Learner
-    batches: PictureBatches
-    evaluation: PictureEvaluation
+    trainer: Trainer
+    batches: ImageBatches
+    evaluation: ImageEvaluation
 
     @property
-    def pictures(self) -> checkpoint.Pictures:
+    def preprocessing(self) -> checkpoint.Preprocessing:
         """What the network is to be shown, for its checkpoint."""
-        view = self.evaluation.view
-        return checkpoint.Pictures(tuple(self.batches.source.classes), view.size, view.resize)
+        transform = self.evaluation.transform
+        return checkpoint.Preprocessing(tuple(self.batches.source.classes), transform.size, transform.resize)
 
 
-def assemble(recipe: ImageNetRecipe, data: Path, seed: int, settings: Settings, team: Team = ALONE) -> Assembled:
+def setup_training(
+    recipe: ImageNetRecipe, data: Path, seed: int, settings: Settings, distributed: DistributedContext = SINGLE_PROCESS
+) -> TrainingSetup:
     """Open the data, build the network and put both together; what does not fit is told here."""
-    pictures, val = open_source(data, "train"), open_source(data, "val")
-    check_same_classes(pictures, val)
-    if len(pictures.classes) < 2:
-        raise ValueError(f"{data} has one class, {pictures.classes[0]}; expected at least two to tell apart")
-    if recipe.sync_bn and team.device.type != "cuda":
+    images, val = open_source(data, "train"), open_source(data, "val")
+    check_same_classes(images, val)
+    if len(images.classes) < 2:
+        raise ValueError(f"{data} has one class, {images.classes[0]}; expected at least two to tell apart")
+    if recipe.sync_bn and distributed.device.type != "cuda":
         raise ValueError("sync_bn is for GPUs; on the CPU, leave it out: each process has the statistics of its part")
-    batches = PictureBatches(pictures, recipe, seed=seed, team=team, loading=settings.loading)
-    share = recipe.batch // team.size
-    if settings.micro is not None and (settings.micro < 1 or share % settings.micro):
-        reason = f"expected a divisor of the {share} pictures that each process takes a step"
-        raise ValueError(f"micro is {settings.micro}; {reason}")
+    batches = ImageBatches(images, recipe, seed=seed, distributed=distributed, loading=settings.loading)
+    share = recipe.batch_size // distributed.world_size
+    if settings.micro_batch_size is not None and (settings.micro_batch_size < 1 or share % settings.micro_batch_size):
+        reason = f"expected a divisor of the {share} images that each process takes a step"
+        raise ValueError(f"micro_batch_size is {settings.micro_batch_size}; {reason}")
     engine = Engine(
-        team, settings.micro, recipe.precision, settings.compile, recipe.ema, recipe.sync_bn,
-        Normalise(team.device, settings.channels_last),
+        distributed, settings.micro_batch_size, recipe.precision, settings.compile, recipe.ema, recipe.sync_bn,
+        Normalize(distributed.device, settings.channels_last),
     )  # fmt: skip
-    model = _model(recipe, len(pictures.classes), seed, settings)
-    view = EvalView(recipe.eval_size, recipe.eval_resize)
-    whole = (len(pictures.classes), len(pictures)) == IMAGENET
-    return Assembled(
+    model = _model(recipe, len(images.classes), seed, settings)
+    transform = EvalTransform(recipe.eval_size, recipe.eval_resize)
+    whole = (len(images.classes), len(images)) == IMAGENET
+    return TrainingSetup(
         "imagenet" if whole else data.resolve().name,
-        Learner(model, recipe, engine),
+        Trainer(model, recipe, engine),
         batches,
-        PictureEvaluation(val, view, team, settings.loading),
+        ImageEvaluation(val, transform, distributed, settings.loading),
     )
 
 
@@ -111,7 +122,7 @@ def train(
     *,
     seed: int = 0,
     settings: Settings | None = None,
-    team: Team = ALONE,
+    distributed: DistributedContext = SINGLE_PROCESS,
     resume: bool = False,
     results: Path = Path("out/results"),
 ) -> History:
@@ -119,26 +130,26 @@ def train(
     settings = settings or Settings()
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more")
-    parts = assemble(recipe, data, seed, settings, team)
-    learner, batches = parts.learner, parts.batches
-    of = {"pictures": len(batches.source), "classes": len(batches.source.classes)}
+    parts = setup_training(recipe, data, seed, settings, distributed)
+    trainer, batches = parts.trainer, parts.batches
+    of = {"images": len(batches.source), "classes": len(batches.source.classes)}
     described = {"name": name, "seed": seed, **asdict(recipe), **of}
-    make_writable(results)
-    place = _prepare(output, described, learner.model, resume or _restarted(output), team)
-    torch.manual_seed(seed + 1 + team.rank)  # dropout differs between the parts of a batch
+    ensure_writable(results)
+    place = _prepare(output, described, trainer.model, resume or _restarted(output), distributed)
+    torch.manual_seed(seed + 1 + distributed.rank)  # dropout differs between the parts of a batch
     with ExitStack() as stack:
         asked = stack.enter_context(_asked_to_stop())
-        shown = stack.enter_context(TrainingProgress(recipe, len(batches), team.leads))
-        write = stack.enter_context(_journal(output, settings.tensorboard and team.leads))
+        shown = stack.enter_context(TrainingProgress(recipe, len(batches), distributed.is_main_process))
+        write = stack.enter_context(_journal(output, settings.tensorboard and distributed.is_main_process))
 
         def on_epoch(history: History) -> None:
             shown.epoch(history)
-            if team.leads:
+            if distributed.is_main_process:
                 write(history)
 
         try:
             history = fit(
-                learner, batches, recipe, parts.evaluation, checkpoint=place, keep_every=60 * settings.minutes,
+                trainer, batches, recipe, parts.evaluation, checkpoint=place, checkpoint_interval=60 * settings.minutes,
                 identity=f"{name}, seed {seed}", on_epoch=on_epoch, on_step=shown.step, stop=lambda: bool(asked),
                 judge_end=False,  # a few epochs to try it out may end there
             )  # fmt: skip
@@ -147,12 +158,12 @@ def train(
             raise ValueError(f"{error}, in a new --output{kept}") from error
         except StoppedError as stopped:
             raise KeyboardInterrupt(*stopped.args) if signal.SIGINT in asked else stopped from None
-    if team.leads:
-        checkpoint.save(learner.model, output / MODEL, parts.pictures)
-        if learner.average is not None:
-            checkpoint.save(learner.average.module, output / AVERAGE, parts.pictures)
+    if distributed.is_main_process:
+        checkpoint.save(trainer.model, output / MODEL, parts.preprocessing)
+        if trainer.ema is not None:
+            checkpoint.save(trainer.ema.module, output / AVERAGE, parts.preprocessing)
         described = {
-            **asdict(recipe), "schedule": f"{recipe.size} px", "processes": team.size, "micro": settings.micro,
+            **asdict(recipe), "schedule": f"{recipe.size} px", "processes": distributed.world_size, "micro_batch_size": settings.micro_batch_size,
             "pipeline": settings.loading.pipeline,
         }  # fmt: skip
         row = Row(parts.experiment, name, seed, described, history.metrics(), round(history.seconds, 1))
@@ -181,9 +192,11 @@ def _job() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def _prepare(output: Path, described: dict[str, Any], model: nn.Module, resume: bool, team: Team) -> Path:
+def _prepare(
+    output: Path, described: dict[str, Any], model: nn.Module, resume: bool, distributed: DistributedContext
+) -> Path:
     """The folder of a run, with room for it; the place of its checkpoint."""
-    make_writable(output)
+    ensure_writable(output)
     place, described = output / CHECKPOINT, json.loads(json.dumps(described))  # tuples as the file has them
     if place.exists() and not resume:
         raise ValueError(f"{output} holds a run already; go on with it by --resume, or give another --output")
@@ -197,9 +210,9 @@ def _prepare(output: Path, described: dict[str, Any], model: nn.Module, resume: 
     if shutil.disk_usage(output).free < needed:
         free = shutil.disk_usage(output).free
         raise OSError(f"{output} has room for {free / 1e6:.0f} MB; a run needs {needed / 1e6:.0f} MB: make room")
-    team.gathered(None)  # nobody writes before all have looked
-    if team.leads:
-        with replacing(output / SUMMARY) as temporary:
+    distributed.all_gather(None)  # nobody writes before all have looked
+    if distributed.is_main_process:
+        with atomic_write(output / SUMMARY) as temporary:
             temporary.write_text(json.dumps(described, indent=2) + "\n")
         (output / JOB).write_text(_job())
         if not place.exists():

@@ -10,26 +10,26 @@ from typing import Any
 
 import torch
 
-from deepsquare._files import clear, replacing
+from deepsquare._files import atomic_write, remove_stale_temps
 from deepsquare.training.recipe import Recipe
-from deepsquare.training.trainer import Learner
+from deepsquare.training.trainer import Trainer
 
 VERSION = 2
 
 
-def save_progress(path: Path, learner: Learner, recipe: Recipe, progress: dict[str, Any]) -> None:
+def save_progress(path: Path, trainer: Trainer, recipe: Recipe, progress: dict[str, Any]) -> None:
     """Write the learner's state and the progress, whole or not at all; ``progress`` holds plain values.
 
     Called by every process of a team, written by the one that leads.
     """
-    state = {"version": VERSION, **learner.state(), "recipe": asdict(recipe), "progress": progress}
-    if not learner.engine.team.leads:
+    state = {"version": VERSION, **trainer.state(), "recipe": asdict(recipe), "progress": progress}
+    if not trainer.engine.distributed.is_main_process:
         return
     buffer = io.BytesIO()
     torch.save(state, buffer)  # not into the file: what torch says of a full disk names neither
     try:
-        clear(path)
-        with replacing(path) as temporary:
+        remove_stale_temps(path)
+        with atomic_write(path) as temporary:
             temporary.write_bytes(buffer.getbuffer())
     except OSError as error:
         reason = (
@@ -39,7 +39,7 @@ def save_progress(path: Path, learner: Learner, recipe: Recipe, progress: dict[s
         raise OSError(reason) from error
 
 
-def load_progress(path: Path, learner: Learner, identity: str, recipe: Recipe) -> dict[str, Any]:
+def load_progress(path: Path, trainer: Trainer, identity: str, recipe: Recipe) -> dict[str, Any]:
     """Set the learner to where it was, and return the progress.
 
     ``identity`` and ``recipe`` must be the checkpoint's own: one of another run is refused.
@@ -52,7 +52,7 @@ def load_progress(path: Path, learner: Learner, identity: str, recipe: Recipe) -
         names = "; ".join(f"its {name} is {found.get(name)}, expected {expected[name]}" for name in different)
         raise ValueError(f"{path} belongs to another run: {names}. Remove it or give another place")
     try:
-        learner.restore(state)
+        trainer.restore(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} belongs to another model: {error}. Remove it or give another place") from error
     return progress
@@ -67,6 +67,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a training checkpoint, or a damaged one; remove it to start anew") from error
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"{path} is not a training checkpoint of version {VERSION}; remove it to start anew")
-    if missing := {"model", "optimiser", "average", "scaler", "progress", "random", "recipe"} - state.keys():
+    if missing := {"model", "optimizer", "ema", "scaler", "progress", "random", "recipe"} - state.keys():
         raise ValueError(f"{path} has no {', '.join(sorted(missing))}; remove it to start anew")
     return state

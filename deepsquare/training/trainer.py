@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from deepsquare.data.loader import NO_LABEL
-from deepsquare.training.distributed import ALONE, Team
+from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -28,7 +28,7 @@ class Engine:
 
     Attributes:
         team: the processes that share each batch.
-        micro: images that a process takes at a time; a batch of more is done in several goes, gradients added up.
+        micro_batch_size: images that a process takes at a time; a batch of more is done in several goes, gradients added up.
         precision: of the forward and backward pass; bfloat16 and float16 mean autocast, float16 with scaled gradients.
         compile: by torch.compile.
         ema: the decay of an exponential average of the weights; none if not given.
@@ -36,8 +36,8 @@ class Engine:
         prepare: images as the loader gives them → as the model wants them, on its device.
     """
 
-    team: Team = ALONE
-    micro: int | None = None
+    distributed: DistributedContext = SINGLE_PROCESS
+    micro_batch_size: int | None = None
     precision: Precision = "float32"
     compile: bool = False
     ema: float | None = None
@@ -45,34 +45,34 @@ class Engine:
     prepare: Callable[[Tensor], Tensor] = lambda images: images
 
 
-class Learner:
+class Trainer:
     """A model in training on an engine."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, engine: Engine) -> None:
-        self.engine, team = engine, engine.team
-        model.to(team.device)
+        self.engine, distributed = engine, engine.distributed
+        model.to(distributed.device)
         if engine.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self.model = model
         scaled = engine.precision == "float16"
-        self.optimiser = recipe.optimiser(model, scaled=scaled)
-        self.average = None
+        self.optimizer = recipe.optimizer(model, scaled=scaled)
+        self.ema = None
         if engine.ema is not None:
             rule = get_ema_multi_avg_fn(engine.ema)  # type: ignore[no-untyped-call]
-            self.average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
-        self.scaler = torch.amp.GradScaler(team.device.type, enabled=scaled)
-        self._shared = DistributedDataParallel(model) if team.size > 1 else model
+            self.ema = AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
+        self.scaler = torch.amp.GradScaler(distributed.device.type, enabled=scaled)
+        self._shared = DistributedDataParallel(model) if distributed.world_size > 1 else model
         self._run: Callable[[Tensor], Tensor] = torch.compile(self._shared) if engine.compile else self._shared
 
-    def gradients(self, images: Tensor, labels: Tensor) -> tuple[float, int, int, int]:
+    def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[float, int, int, int]:
         """Add the gradients of a batch; the summed loss, how many were right, how many counted, and the classes."""
         self.model.train()
-        self.optimiser.zero_grad(set_to_none=True)
-        micro = self.engine.micro or len(labels)
-        parts = list(zip(torch.split(images, micro), torch.split(labels, micro), strict=True))
+        self.optimizer.zero_grad(set_to_none=True)
+        micro_batch_size = self.engine.micro_batch_size or len(labels)
+        parts = list(zip(torch.split(images, micro_batch_size), torch.split(labels, micro_batch_size), strict=True))
         total, right, counted, classes = 0.0, 0, 0, 0
         for number, (some, own) in enumerate(parts, 1):
-            own = own.to(self.engine.team.device)
+            own = own.to(self.engine.distributed.device)
             with self._exchanging(number == len(parts)):
                 with self._autocast():
                     logits = self._run(self.engine.prepare(some))
@@ -86,19 +86,19 @@ class Learner:
             counted, classes = counted + valid, logits.shape[1]
         return total, right, counted, classes
 
-    def update(self, rate: float) -> None:
+    def optimizer_step(self, lr: float) -> None:
         """One step of the optimiser along the gradients."""
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        self.scaler.step(self.optimiser)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
 
     def logits(self, images: Tensor, *, averaged: bool = False) -> Tensor:
         """What the model, or its average, says of images; for evaluation."""
         with self._autocast():
-            model = self.average if averaged and self.average is not None else self.model
+            model = self.ema if averaged and self.ema is not None else self.model
             logits: Tensor = model(self.engine.prepare(images))
         return logits.float()
 
@@ -110,29 +110,29 @@ class Learner:
         """
         return {
             "model": _tensors(self.model),
-            "optimiser": self.optimiser.state_dict(),
-            "average": {} if self.average is None else _tensors(self.average),
+            "optimizer": self.optimizer.state_dict(),
+            "ema": {} if self.ema is None else _tensors(self.ema),
             "scaler": self.scaler.state_dict(),
-            "random": self.engine.team.gathered(_random_state(self.engine.team.device)),
+            "random": self.engine.distributed.all_gather(_random_state(self.engine.distributed.device)),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a state; ValueError where it is another model's."""
         _fill(self.model, state["model"])
-        if (self.average is None) != (not state["average"]):
+        if (self.ema is None) != (not state["ema"]):
             raise ValueError("one has an average of its weights, the other has none")
-        if self.average is not None:
-            _fill(self.average, state["average"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        if self.ema is not None:
+            _fill(self.ema, state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        team = self.engine.team
-        if len(state["random"]) == team.size:  # another number of processes has drawn other numbers
-            _set_random_state(state["random"][team.rank], team.device)
+        distributed = self.engine.distributed
+        if len(state["random"]) == distributed.world_size:  # another number of processes has drawn other numbers
+            _set_random_state(state["random"][distributed.rank], distributed.device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.engine.precision == "float32":
             return nullcontext()
-        return torch.autocast(self.engine.team.device.type, getattr(torch, self.engine.precision))
+        return torch.autocast(self.engine.distributed.device.type, getattr(torch, self.engine.precision))
 
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
         """Gradients are exchanged once for a batch, with its last part."""

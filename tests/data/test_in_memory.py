@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepsquare.data.in_memory import LabelledImages, MemoryBatches, Normalisation, plain_batches
+from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, Normalization, eval_batches
 
 
-def images(count: int, size: int = 8, seed: int = 0) -> LabelledImages:
+def images(count: int, size: int = 8, seed: int = 0) -> LabeledImages:
     rng = np.random.default_rng(seed)
     pixels = torch.from_numpy(rng.integers(0, 256, (count, 3, size, size), dtype=np.uint8))
-    return LabelledImages(pixels, torch.arange(count))  # the label tells the image
+    return LabeledImages(pixels, torch.arange(count))  # the label tells the image
 
 
 def normalised(pixels: Tensor) -> Tensor:
     """By the definition, one channel after the other."""
-    known = Normalisation()
+    known = Normalization()
     channels = [
         (pixels[:, c].double() / 255 - mean) / std
         for c, (mean, std) in enumerate(zip(known.mean, known.std, strict=True))
@@ -31,7 +31,7 @@ def test_every_image_is_a_crop_of_its_reflected_self(pad: int, flip: bool) -> No
     data = images(24)
     padded = F.pad(data.images.float(), (pad,) * 4, mode="reflect").to(torch.uint8)
     shifts, flips = set(), set()
-    for batch, labels in MemoryBatches(data, 8, pad=pad, flip=flip, seed=1).epoch(0):
+    for batch, labels in InMemoryBatches(data, 8, pad=pad, flip=flip, seed=1).epoch(0):
         assert batch.shape == (8, 3, 8, 8)
         assert batch.is_contiguous(memory_format=torch.channels_last)
         for image, label in zip(batch, labels.tolist(), strict=True):
@@ -53,22 +53,22 @@ def test_an_epoch_takes_every_image_once_and_depends_on_seed_and_number_alone() 
     data = images(40)
 
     def labels(seed: int, number: int, start: int = 0) -> list[int]:
-        return torch.cat([y for _, y in MemoryBatches(data, 10, seed=seed).epoch(number, start)]).tolist()
+        return torch.cat([y for _, y in InMemoryBatches(data, 10, seed=seed).epoch(number, start)]).tolist()
 
     assert sorted(labels(0, 0)) == list(range(40))
     assert labels(0, 0) == labels(0, 0)
     assert labels(0, 0) != labels(0, 1)
     assert labels(0, 0) != labels(1, 0)
     assert labels(0, 0, start=3) == labels(0, 0)[30:]
-    rest = [list(MemoryBatches(data, 10, seed=0).epoch(5, start))[-1][0] for start in (0, 3)]
+    rest = [list(InMemoryBatches(data, 10, seed=0).epoch(5, start))[-1][0] for start in (0, 3)]
     assert torch.equal(*rest)
-    assert len(MemoryBatches(data, 16)) == 2  # the last, smaller batch is left out
-    assert len(list(MemoryBatches(data, 16).epoch(0))) == 2
+    assert len(InMemoryBatches(data, 16)) == 2  # the last, smaller batch is left out
+    assert len(list(InMemoryBatches(data, 16).epoch(0))) == 2
 
 
 def test_plain_batches_are_the_images_in_order() -> None:
     data = images(25)
-    parts = list(plain_batches(data, 10))
+    parts = list(eval_batches(data, 10))
     assert [len(labels) for _, labels in parts] == [10, 10, 5]
     torch.testing.assert_close(torch.cat([x for x, _ in parts]), normalised(data.images).float())
     assert torch.cat([labels for _, labels in parts]).tolist() == list(range(25))
@@ -85,12 +85,12 @@ def test_split_is_disjoint_and_whole() -> None:
 def test_bad_input() -> None:
     data = images(4)
     with pytest.raises(ValueError, match=r"images are \(4, 3, 8, 8\) torch.float32; expected \(N, 3, H, W\)"):
-        LabelledImages(data.images.float(), data.labels)
+        LabeledImages(data.images.float(), data.labels)
     with pytest.raises(ValueError, match=r"labels are \(3,\) torch.int64; expected \(4,\)"):
-        LabelledImages(data.images, data.labels[:3])
-    with pytest.raises(ValueError, match="batch is 5; expected between 1 and the 4 images"):
-        MemoryBatches(data, 5)
+        LabeledImages(data.images, data.labels[:3])
+    with pytest.raises(ValueError, match="batch_size is 5; expected between 1 and the 4 images"):
+        InMemoryBatches(data, 5)
     with pytest.raises(ValueError, match="pad is 8; a reflected border needs 0 ≤ pad < 8"):
-        MemoryBatches(data, 2, pad=8)
+        InMemoryBatches(data, 2, pad=8)
     with pytest.raises(ValueError, match="held_out is 4; expected between 1 and 3"):
         data.split(4)

@@ -1,4 +1,4 @@
-"""The three pipelines show the same pictures, whoever decodes them, and none stops at a damaged one."""
+"""The three pipelines show the same images, whoever decodes them, and none stops at a damaged one."""
 
 import multiprocessing
 import struct
@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 import deepsquare  # noqa: F401  # before torchvision
-from deepsquare.data import Batch, EvalView, Source, TrainView, available, batches, open_source, write_shards
+from deepsquare.data import Batch, EvalTransform, Source, TrainTransform, available, batches, open_source, write_shards
 from deepsquare.data.jpeg import jpeg_size
-from deepsquare.data.transforms import View, random_box
+from deepsquare.data.transforms import Transform, random_crop
 
 FULL_SIZE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-fullsize.tar"
 PIPELINES = ("torchvision", "fast", "dali")
-# By how many of 255 levels the pixels of a picture may differ from torchvision's: on average, and 99% of them.
+# By how many of 255 levels the pixels of a image may differ from torchvision's: on average, and 99% of them.
 TOLERANCE = {"torchvision": (0.0, 0.0), "fast": (0.25, 1.0), "dali": (0.25, 2.0)}
 TOLERANCE_OF_LARGE = {**TOLERANCE, "fast": (1.0, 6.0)}  # three times as large as what is shown: decoded smaller
 
@@ -41,7 +41,7 @@ def joined(given: Sequence[Batch]) -> Tensor:
     return torch.cat([batch.images for batch in given])
 
 
-def by_torchvision(source: Source, view: View, epoch: int) -> Tensor:
+def by_torchvision(source: Source, transform: Transform, epoch: int) -> Tensor:
     """Written with torchvision alone, up to the random numbers."""
     from torchvision.datasets.folder import pil_loader
     from torchvision.transforms.v2 import functional as F
@@ -49,27 +49,27 @@ def by_torchvision(source: Source, view: View, epoch: int) -> Tensor:
     shown = []
     for index in range(len(source)):
         image = pil_loader(source.name(index))
-        if isinstance(view, EvalView):
-            image = F.center_crop(F.resize(image, [view.resize]), [view.size])
+        if isinstance(transform, EvalTransform):
+            image = F.center_crop(F.resize(image, [transform.resize]), [transform.size])
         else:
             whole_width, whole_height = image.size
-            left, top, width, height, flip = random_box(view, whole_width, whole_height, 5, epoch, index)
-            image = F.resized_crop(image, top, left, height, width, [view.size, view.size])
+            left, top, width, height, flip = random_crop(transform, whole_width, whole_height, 5, epoch, index)
+            image = F.resized_crop(image, top, left, height, width, [transform.size, transform.size])
             image = F.horizontal_flip(image) if flip else image
         shown.append(F.pil_to_tensor(image))
     return torch.stack(shown)
 
 
-def check_alike(source: Source, pipeline: str, view: View, epochs: int) -> None:
+def check_alike(source: Source, pipeline: str, transform: Transform, epochs: int) -> None:
     for epoch in range(epochs):
-        given = list(batches(source, grouped(source), view, seed=5, epoch=epoch, pipeline=pipeline))
+        given = list(batches(source, grouped(source), transform, seed=5, epoch=epoch, pipeline=pipeline))
         assert not [name for batch in given for name in batch.damaged]
         assert torch.equal(torch.cat([batch.labels for batch in given]), source.labels)
         images = joined(given)
         assert images.dtype == torch.uint8
-        difference = (images.float() - by_torchvision(source, view, epoch).float()).abs().flatten(1)
+        difference = (images.float() - by_torchvision(source, transform, epoch).float()).abs().flatten(1)
         for index in range(len(source)):
-            large = max(jpeg_size(source.read(index)) or (0, 0)) >= 3 * view.size
+            large = max(jpeg_size(source.read(index)) or (0, 0)) >= 3 * transform.size
             mean, most = (TOLERANCE_OF_LARGE if large else TOLERANCE)[pipeline]
             assert difference[index].mean() <= mean, source.name(index)
             assert difference[index].quantile(0.99) <= most, source.name(index)
@@ -77,7 +77,7 @@ def check_alike(source: Source, pipeline: str, view: View, epochs: int) -> None:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """Pictures of several sizes and kinds; ImageNet has such as the last two, too."""
+    """Images of several sizes and kinds; ImageNet has such as the last two, too."""
     folder = tmp_path_factory.mktemp("mixed") / "train" / "a"
     folder.mkdir(parents=True)
     sizes = ((500, 375), (375, 500), (64, 64), (40, 30), (700, 90), (1200, 900), (801, 603))
@@ -93,39 +93,39 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("view", [TrainView(64), EvalView(64, 72)])
-def test_pipelines_show_the_same(mixed: Source, pipeline: str, view: View) -> None:
+@pytest.mark.parametrize("view", [TrainTransform(64), EvalTransform(64, 72)])
+def test_pipelines_show_the_same(mixed: Source, pipeline: str, transform: Transform) -> None:
     needs(pipeline)
-    check_alike(mixed, pipeline, view, epochs=3)
+    check_alike(mixed, pipeline, transform, epochs=3)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("view", [TrainView(), EvalView()])
-def test_pipelines_show_the_same_of_photographs(tmp_path: Path, pipeline: str, view: View) -> None:
+@pytest.mark.parametrize("view", [TrainTransform(), EvalTransform()])
+def test_pipelines_show_the_same_of_photographs(tmp_path: Path, pipeline: str, transform: Transform) -> None:
     needs(pipeline)
     if not FULL_SIZE.exists():
         pytest.skip(f"{FULL_SIZE.name} is not here")
     with tarfile.open(FULL_SIZE) as archive:
         members = [member for member in archive if member.isreg() and "/val/" in member.name]
         archive.extractall(tmp_path, members[:24], filter="data")
-    check_alike(open_source(tmp_path / "imagenet-fullsize", "val"), pipeline, view, epochs=1)
+    check_alike(open_source(tmp_path / "imagenet-fullsize", "val"), pipeline, transform, epochs=1)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_batches_do_not_depend_on_workers_or_on_where_they_start(mixed: Source, pipeline: str) -> None:
     needs(pipeline)
-    groups = [[3, 1, 4], [1], [], [5, 9, 2, 6]]
-    given: dict[str, Any] = {"view": TrainView(32), "seed": 1, "epoch": 2, "pipeline": pipeline}
-    alone = list(batches(mixed, groups, **given))
-    assert [tuple(batch.images.shape) for batch in alone] == [(len(group), 3, 32, 32) for group in groups]
-    assert torch.equal(alone[0].images[1], alone[1].images[0])  # the same picture in another batch
+    batch_indices = [[3, 1, 4], [1], [], [5, 9, 2, 6]]
+    given: dict[str, Any] = {"view": TrainTransform(32), "seed": 1, "epoch": 2, "pipeline": pipeline}
+    alone = list(batches(mixed, batch_indices, **given))
+    assert [tuple(batch.images.shape) for batch in alone] == [(len(indices), 3, 32, 32) for indices in batch_indices]
+    assert torch.equal(alone[0].images[1], alone[1].images[0])  # the same image in another batch
     state = torch.get_rng_state()
     for workers in (1, 2):
-        others = list(batches(mixed, groups, workers=workers, **given))
+        others = list(batches(mixed, batch_indices, workers=workers, **given))
         assert torch.equal(joined(others), joined(alone))
         assert [batch.labels.tolist() for batch in others] == [batch.labels.tolist() for batch in alone]
-    assert torch.equal(joined(list(batches(mixed, groups[2:], **given))), joined(alone[2:]))
-    assert not torch.equal(joined(list(batches(mixed, groups, **{**given, "epoch": 3}))), joined(alone))
+    assert torch.equal(joined(list(batches(mixed, batch_indices[2:], **given))), joined(alone[2:]))
+    assert not torch.equal(joined(list(batches(mixed, batch_indices, **{**given, "epoch": 3}))), joined(alone))
     assert torch.equal(torch.get_rng_state(), state), "the trainer's random numbers are untouched"
 
 
@@ -135,7 +135,8 @@ def test_shards_show_what_the_folder_shows(mixed: Source, tmp_path: Path, pipeli
     write_shards(mixed, tmp_path / "train", 5)
     shards = open_source(tmp_path, "train")
     one, other = (
-        joined(list(batches(source, grouped(source), TrainView(48), pipeline=pipeline))) for source in (mixed, shards)
+        joined(list(batches(source, grouped(source), TrainTransform(48), pipeline=pipeline)))
+        for source in (mixed, shards)
     )
     assert torch.equal(one, other)
 
@@ -159,14 +160,14 @@ def large_jpeg() -> bytes:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_damaged_pictures_are_grey_and_named(tmp_path: Path, pipeline: str, workers: int) -> None:
+def test_damaged_images_are_grey_and_named(tmp_path: Path, pipeline: str, workers: int) -> None:
     needs(pipeline)
     good = encoded(drawn(200, 150))
     noise = np.random.default_rng(0).integers(0, 256, len(good), dtype=np.uint8).tobytes()
     files = {
         "a good": good,
         "b empty": b"",
-        "c text": b"not a picture",
+        "c text": b"not a image",
         "d cut": good[: len(good) // 2],
         "e cut with an end": good[: len(good) // 2] + b"\xff\xd9",
         "f header": good[:200],
@@ -181,7 +182,7 @@ def test_damaged_pictures_are_grey_and_named(tmp_path: Path, pipeline: str, work
     for name, data in files.items():
         (tmp_path / "train" / "a" / f"{name}.jpg").write_bytes(data)
     source = open_source(tmp_path, "train")
-    given = list(batches(source, grouped(source, 5), TrainView(32), pipeline=pipeline, workers=workers))
+    given = list(batches(source, grouped(source, 5), TrainTransform(32), pipeline=pipeline, workers=workers))
     labels = torch.cat([batch.labels for batch in given]).tolist()
     damaged = [Path(name).stem for batch in given for name in batch.damaged]
     assert damaged == [name for name, label in zip(files, labels, strict=True) if label == -1]
@@ -190,23 +191,23 @@ def test_damaged_pictures_are_grey_and_named(tmp_path: Path, pipeline: str, work
     images = joined(given)
     for index, (name, label) in enumerate(zip(files, labels, strict=True)):
         assert (label == -1) == bool((images[index] == 128).all()) or name in undecided
-    (reference,) = batches(source, [[0, 10]], TrainView(32), pipeline=pipeline)
-    assert torch.equal(images[[0, 10]], reference.images), "a damaged picture does no harm to the others"
+    (reference,) = batches(source, [[0, 10]], TrainTransform(32), pipeline=pipeline)
+    assert torch.equal(images[[0, 10]], reference.images), "a damaged image does no harm to the others"
 
 
-def test_a_picture_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     source = open_source(make_folder(tmp_path), "train")
     Path(source.name(0)).unlink()
     for workers in (0, 1):
         with pytest.raises(FileNotFoundError, match=r"p0.JPEG"):
-            list(batches(source, [[0]], TrainView(32), pipeline="torchvision", workers=workers))
+            list(batches(source, [[0]], TrainTransform(32), pipeline="torchvision", workers=workers))
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_the_caller_may_stop_early(mixed: Source, pipeline: str) -> None:
     needs(pipeline)
     assert not multiprocessing.active_children()
-    given = batches(mixed, grouped(mixed, 1) * 5, TrainView(32), pipeline=pipeline, workers=2)
+    given = batches(mixed, grouped(mixed, 1) * 5, TrainTransform(32), pipeline=pipeline, workers=2)
     next(given)
     assert len(multiprocessing.active_children()) == (0 if pipeline == "dali" else 2)
     del given
@@ -219,25 +220,25 @@ def test_a_missing_extra_is_named(mixed: Source, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for pipeline, needed in (("fast", "simplejpeg"), ("dali", "nvidia.dali")):
         with pytest.raises(ValueError, match=rf"needs {needed}: pip install 'deepsquare\[{pipeline}\]'; or choose"):
-            batches(mixed, [[0]], TrainView(), pipeline=pipeline)
+            batches(mixed, [[0]], TrainTransform(), pipeline=pipeline)
 
 
 def test_bad_input(mixed: Source) -> None:
     with pytest.raises(ValueError, match="there is no pipeline 'gpu'; choose from torchvision, fast, dali"):
-        batches(mixed, [[0]], TrainView(), pipeline="gpu")
+        batches(mixed, [[0]], TrainTransform(), pipeline="gpu")
     with pytest.raises(ValueError, match="workers is -1, seed 0 and epoch 0; expected none below 0"):
-        batches(mixed, [[0]], TrainView(), pipeline="torchvision", workers=-1)
+        batches(mixed, [[0]], TrainTransform(), pipeline="torchvision", workers=-1)
     with pytest.raises(ValueError, match="device_id is 0, but pipeline 'torchvision' decodes on the CPU"):
-        batches(mixed, [[0]], TrainView(), pipeline="torchvision", device_id=0)
+        batches(mixed, [[0]], TrainTransform(), pipeline="torchvision", device_id=0)
     for index in (-1, len(mixed)):
         with pytest.raises(
-            IndexError, match=rf"there is no picture {index}; expected an index from 0 to {len(mixed) - 1}"
+            IndexError, match=rf"there is no image {index}; expected an index from 0 to {len(mixed) - 1}"
         ):
-            next(batches(mixed, [[index]], TrainView(), pipeline="torchvision"))
+            next(batches(mixed, [[index]], TrainTransform(), pipeline="torchvision"))
 
 
 def test_pixels_stay_in_channels_last(mixed: Source) -> None:
-    (batch,) = batches(mixed, [[0, 1]], EvalView(32, 40), pipeline="torchvision")
+    (batch,) = batches(mixed, [[0, 1]], EvalTransform(32, 40), pipeline="torchvision")
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -1,4 +1,4 @@
-"""Sources of pictures and views of them: what is read, in which order, and what is refused by which words."""
+"""Sources of images and views of them: what is read, in which order, and what is refused by which words."""
 
 import io
 import math
@@ -14,10 +14,10 @@ import torch
 from helpers.made_images import drawn, encoded, make_folder
 from scipy import stats
 
-from deepsquare.data import EvalView, Source, TrainView, check_same_classes, open_source, write_shards
+from deepsquare.data import EvalTransform, Source, TrainTransform, check_same_classes, open_source, write_shards
 from deepsquare.data.jpeg import jpeg_size
-from deepsquare.data.source import Names
-from deepsquare.data.transforms import Box, Plan, centre_box, plan, random_box
+from deepsquare.data.source import FileNames
+from deepsquare.data.transforms import Box, CropParams, center_crop, crop_params, random_crop
 
 
 def test_a_folder_is_read_as_by_imagefolder(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
 
 def test_names_keep_every_file_name() -> None:
     given = ["a", "", "ü.jpg", os.fsdecode(b"\xff.jpg"), "b" * 300]
-    names = Names(given)
+    names = FileNames(given)
     assert [names[index] for index in range(len(given))] == given
 
 
@@ -80,16 +80,16 @@ def touch(root: Path, *files: str) -> Path:
         (
             ("val/1.jpg", "val/2.png"),
             "",
-            r"val has no class folders and no shards: found 2 pictures directly in it \(1.jpg",
+            r"val has no class folders and no shards: found 2 images directly in it \(1.jpg",
         ),
         (("val/",), "", r"no shards: found nothing. Expected a folder for each class"),
-        (("val/a/b/1.jpg",), "", r"val/a is taken for a class but holds the folder b; expected pictures"),
+        (("val/a/b/1.jpg",), "", r"val/a is taken for a class but holds the folder b; expected images"),
         (
             ("val/a/1.jpg", "val/b/"),
             "",
-            r"1 of 2 class folders have no picture: b \(empty\). Expected files ending in .jpg",
+            r"1 of 2 class folders have no image: b \(empty\). Expected files ending in .jpg",
         ),
-        (("val/a/1.gif", "val/b/"), "", r"2 of 2 class folders have no picture: a \(only .gif\), b \(empty\)"),
+        (("val/a/1.gif", "val/b/"), "", r"2 of 2 class folders have no image: a \(only .gif\), b \(empty\)"),
         (("val/a/1.jpg", "val/x.tar"), "", r"has both folders \(a\) and shards \(x.tar\); expected one of them"),
         (("val/x.tar",), "", r"val has shards but no classes.txt; write it"),
     ],
@@ -109,7 +109,7 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
 
 def test_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
     touch(tmp_path, "val/a/1.jpg", "val/a/notes.txt", "val/a/README", "val/b/2.webp")
-    with pytest.warns(UserWarning, match=r"no pictures are left out \(1 .txt, 1 no ending\)"):
+    with pytest.warns(UserWarning, match=r"no images are left out \(1 .txt, 1 no ending\)"):
         assert len(open_source(tmp_path, "val")) == 2
 
 
@@ -185,12 +185,12 @@ def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
     ("files", "error"),
     [
         ({"a.jpg": b"", "b.jpg": b"", "b.cls": b"0"}, r"no label \(key.cls\) for a; make the shard again"),
-        ({"a.cls": b"0"}, r"no picture \(key.jpg\) for a"),
+        ({"a.cls": b"0"}, r"no image \(key.jpg\) for a"),
         ({"a.jpg": b"", "a.png": b"", "a.cls": b"0"}, r"two members for one sample, the second a.png"),
         ({"a.jpg": b"", "a.cls": b"2"}, r"the label a.cls is b'2'; expected a whole number below 2"),
         ({"a.jpg": b"", "a.cls": b"-1"}, r"is b'-1'; expected"),
         ({"a.jpg": b"", "a.cls": b"1" * 99}, r"a.cls is b'1{20}'; expected"),
-        ({"a.txt": b""}, r"the shards x.tar hold no picture"),
+        ({"a.txt": b""}, r"the shards x.tar hold no image"),
     ],
 )
 def test_a_shard_that_does_not_fit_is_refused(tmp_path: Path, files: dict[str, bytes], error: str) -> None:
@@ -233,11 +233,13 @@ def test_classes_are_named_once(tmp_path: Path, text: str) -> None:
 
 
 def test_a_random_box_depends_on_seed_epoch_and_index_alone() -> None:
-    view = TrainView()
-    drawn = {key: random_box(view, 500, 375, *key) for key in np.ndindex(3, 3, 50)}
-    assert drawn == {key: random_box(view, 500, 375, *key) for key in reversed(list(np.ndindex(3, 3, 50)))}
+    transform = TrainTransform()
+    drawn = {key: random_crop(transform, 500, 375, *key) for key in np.ndindex(3, 3, 50)}
+    assert drawn == {key: random_crop(transform, 500, 375, *key) for key in reversed(list(np.ndindex(3, 3, 50)))}
     assert len(set(drawn.values())) > 440  # of 450
-    assert random_box(view, 500, 375, 1, 2, 3) == Box(34, 166, 133, 169, True)  # so that a later version draws the same
+    assert random_crop(transform, 500, 375, 1, 2, 3) == Box(
+        34, 166, 133, 169, True
+    )  # so that a later version draws the same
 
 
 def test_a_random_box_is_drawn_as_torchvision_draws_it() -> None:
@@ -248,7 +250,7 @@ def test_a_random_box_is_drawn_as_torchvision_draws_it() -> None:
     image = torch.empty(3, height, width)
     crop = v2.RandomResizedCrop(224)
     theirs = [crop.make_params([image]) for _ in range(count)]
-    ours = [random_box(TrainView(), width, height, 0, 0, index) for index in range(count)]
+    ours = [random_crop(TrainTransform(), width, height, 0, 0, index) for index in range(count)]
     for name in ("left", "top", "width", "height"):
         test = stats.ks_2samp([box[name] for box in theirs], [getattr(box, name) for box in ours])
         assert test.pvalue > 0.01, name
@@ -259,7 +261,7 @@ def test_a_random_box_is_drawn_as_torchvision_draws_it() -> None:
     assert 0.74 < ratios.min() < 0.76
     assert 1.32 < ratios.max() < 1.35
     assert abs(np.mean([box.flip for box in ours]) - 0.5) < 0.04
-    assert not any(random_box(TrainView(flip=False), width, height, 0, 0, index).flip for index in range(50))
+    assert not any(random_crop(TrainTransform(flip=False), width, height, 0, 0, index).flip for index in range(50))
 
 
 @pytest.mark.parametrize(
@@ -269,8 +271,8 @@ def test_a_random_box_is_drawn_as_torchvision_draws_it() -> None:
 def test_a_box_that_never_fits_is_the_centre(width: int, height: int, box: tuple[int, ...]) -> None:
     from torchvision.transforms import v2
 
-    view = TrainView(scale=(0.9, 1.0))
-    assert random_box(view, width, height, 0, 0, 0)[:4] == box
+    transform = TrainTransform(scale=(0.9, 1.0))
+    assert random_crop(transform, width, height, 0, 0, 0)[:4] == box
     params = v2.RandomResizedCrop(224, scale=(0.9, 1.0)).make_params([torch.empty(3, height, width)])
     assert (params["left"], params["top"], params["width"], params["height"]) == box
 
@@ -280,7 +282,7 @@ def test_the_centre_is_torchvisions(width: int, height: int) -> None:
     from torchvision.transforms.v2 import functional as F
 
     given = torch.arange(3 * width * height, dtype=torch.float32).view(3, height, width)
-    box, resized, (left, top) = centre_box(EvalView(), width, height)
+    box, resized, (left, top) = center_crop(EvalTransform(), width, height)
     assert box == (0, 0, width, height, False)
     whole = F.resize(given, [256])
     assert resized == (whole.shape[2], whole.shape[1])
@@ -288,21 +290,23 @@ def test_the_centre_is_torchvisions(width: int, height: int) -> None:
 
 
 def test_a_plan_for_either_view() -> None:
-    assert plan(EvalView(), 512, 256, seed=0, epoch=0, index=0) == Plan(Box(0, 0, 512, 256), (512, 256), (144, 16))
-    train = plan(TrainView(96), 512, 256, seed=1, epoch=2, index=3)
-    assert train == Plan(random_box(TrainView(96), 512, 256, 1, 2, 3), (96, 96), (0, 0))
+    assert crop_params(EvalTransform(), 512, 256, seed=0, epoch=0, index=0) == CropParams(
+        Box(0, 0, 512, 256), (512, 256), (144, 16)
+    )
+    train = crop_params(TrainTransform(96), 512, 256, seed=1, epoch=2, index=3)
+    assert train == CropParams(random_crop(TrainTransform(96), 512, 256, 1, 2, 3), (96, 96), (0, 0))
 
 
 def test_views_are_checked() -> None:
     with pytest.raises(ValueError, match="size is 0; expected at least 1 pixel"):
-        TrainView(0)
+        TrainTransform(0)
     for scale in ((0.0, 1.0), (0.5, 0.2), (0.5, 1.5), (math.nan, 1.0)):
         with pytest.raises(ValueError, match="expected two parts of the area"):
-            TrainView(scale=scale)
+            TrainTransform(scale=scale)
     with pytest.raises(ValueError, match="expected two ratios of width to height"):
-        TrainView(ratio=(2.0, 1.0))
+        TrainTransform(ratio=(2.0, 1.0))
     with pytest.raises(ValueError, match="resize is 200; expected at least size, 224"):
-        EvalView(224, 200)
+        EvalTransform(224, 200)
 
 
 def test_the_size_of_a_common_jpeg() -> None:

@@ -1,4 +1,4 @@
-"""Folders of small pictures, made for a test: a class is a colour."""
+"""Folders of small images, made for a test: a class is a colour."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from PIL import Image
 COLOURS = {"blue": (40, 60, 220), "green": (50, 200, 60), "red": (220, 50, 40)}
 
 
-def make_pictures(root: Path, *, train: int = 16, val: int = 7, side: int = 40, seed: int = 0) -> Path:
-    """``root`` with train and val, so many pictures of each class in them: its colour under noise."""
+def make_images(root: Path, *, train: int = 16, val: int = 7, side: int = 40, seed: int = 0) -> Path:
+    """``root`` with train and val, so many images of each class in them: its colour under noise."""
     rng = np.random.default_rng(seed)
     for split, count in (("train", train), ("val", val)):
         for name, colour in COLOURS.items():

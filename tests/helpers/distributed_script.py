@@ -1,6 +1,6 @@
 """A training run of a network without batch statistics, by one process or many: ``team_script.py DATA OUT [options]``.
 
-The losses of its steps and the weights at its end go to OUT. Options: ``micro`` takes two pictures at a time; ``keep``
+The losses of its steps and the weights at its end go to OUT. Options: ``micro_batch_size`` takes two images at a time; ``keep``
 writes a checkpoint at every step; ``die=5`` kills the last process at step 5 of the first attempt; ``long`` takes twice
 the epochs, and batch statistics.
 """
@@ -15,35 +15,37 @@ import torch
 from torch import nn
 
 from deepsquare.data.splits import open_source
-from deepsquare.data.transforms import EvalView
-from deepsquare.training import Engine, ImageNetRecipe, Learner, fit, join
-from deepsquare.training.image_folder import Loading, Normalise, PictureBatches, PictureEvaluation
-from deepsquare.training.loop import Tally
+from deepsquare.data.transforms import EvalTransform
+from deepsquare.training import Engine, ImageNetRecipe, Trainer, fit, init_distributed
+from deepsquare.training.image_folder import ImageBatches, ImageEvaluation, Loading, Normalize
+from deepsquare.training.loop import EpochMetrics
 
 data, out, options = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 epochs, die = 6 if "long" in options else 3, [int(option[4:]) for option in options if option.startswith("die=")]
-recipe = ImageNetRecipe(epochs=epochs, batch=12, rate=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
+recipe = ImageNetRecipe(epochs=epochs, batch_size=12, lr=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
 loading = Loading(pipeline="torchvision")
 losses: list[float] = []
 
-with join("cpu") as team:
+with init_distributed("cpu") as distributed:
     torch.manual_seed(0)
     before = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8) if "long" in options else nn.Identity(), nn.ReLU())
     network = nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
-    micro = 2 if "micro" in options else None
-    learner = Learner(network, recipe, Engine(team, micro=micro, prepare=Normalise(team.device)))
-    batches = PictureBatches(open_source(data, "train"), recipe, team=team, loading=loading)
-    evaluation = PictureEvaluation(open_source(data, "val"), EvalView(16, 18), team, loading, batch=4)
+    micro_batch_size = 2 if "micro" in options else None
+    trainer = Trainer(
+        network, recipe, Engine(distributed, micro_batch_size=micro_batch_size, prepare=Normalize(distributed.device))
+    )
+    batches = ImageBatches(open_source(data, "train"), recipe, distributed=distributed, loading=loading)
+    evaluation = ImageEvaluation(open_source(data, "val"), EvalTransform(16, 18), distributed, loading, batch_size=4)
 
-    def on_step(epoch: int, tally: Tally, rate: float) -> None:
-        losses.append(tally.mean_loss)
+    def on_step(epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
+        losses.append(epoch_metrics.mean_loss)
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and team.rank == team.size - 1 and len(losses) in die:
+        if first and distributed.rank == distributed.world_size - 1 and len(losses) in die:
             os.kill(os.getpid(), signal.SIGKILL)
 
     place = out.with_suffix(".pt") if "keep" in options else None
-    history = fit(learner, batches, recipe, evaluation, checkpoint=place, keep_every=0, on_step=on_step)
-    if team.leads:
+    history = fit(trainer, batches, recipe, evaluation, checkpoint=place, checkpoint_interval=0, on_step=on_step)
+    if distributed.is_main_process:
         weights = [value.flatten().tolist() for value in network.state_dict().values()]
         shown = {"losses": losses, "accuracy": history.accuracy, "loss": history.loss, "top5": history.top5}
         out.write_text(

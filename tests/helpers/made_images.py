@@ -1,4 +1,4 @@
-"""Pictures that tests make: gradients with shapes on them, in the formats that ImageNet has."""
+"""Images that tests make: gradients with shapes on them, in the formats that ImageNet has."""
 
 import io
 from pathlib import Path

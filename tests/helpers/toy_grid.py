@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepsquare.data.in_memory import LabelledImages, MemoryBatches, plain_batches
-from deepsquare.paper.grid.runner import Plainly, Run, run_grid
+from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
+from deepsquare.paper.grid.runner import InMemoryTraining, TrainingRun, run_grid
 from deepsquare.results import Store
 from deepsquare.training import Evaluation, Recipe
 
-RECIPE = Recipe(epochs=6, batch=16, rate=0.05)
+RECIPE = Recipe(epochs=6, batch_size=16, lr=0.05)
 ROWS = {"Original": "", "DeepSquare3": "pooling", "DeepSquare5s-": "softmin"}
 RUNS = [
-    Run("toy", label, seed, "vanilla_cnn", spec, "toy", RECIPE) for seed in range(2) for label, spec in ROWS.items()
+    TrainingRun("toy", label, seed, "vanilla_cnn", spec, "toy", RECIPE)
+    for seed in range(2)
+    for label, spec in ROWS.items()
 ]
 
 
@@ -29,21 +31,21 @@ class Toy:
 
     pause: float = 0.0
 
-    def __call__(self, run: Run) -> tuple[MemoryBatches, Evaluation]:
+    def __call__(self, run: TrainingRun) -> tuple[InMemoryBatches, Evaluation]:
         rng = np.random.default_rng(0)
         images = torch.from_numpy(rng.integers(0, 256, (64, 3, 32, 32), dtype=np.uint8))
         labels = images.float().mean((2, 3)).argmax(1)
-        data = LabelledImages(images, labels)
+        data = LabeledImages(images, labels)
 
         def evaluation() -> Iterable[tuple[Tensor, Tensor]]:
             time.sleep(self.pause)
-            return plain_batches(data)
+            return eval_batches(data)
 
-        return MemoryBatches(data, run.recipe.batch, pad=2, seed=run.seed), evaluation
+        return InMemoryBatches(data, run.recipe.batch_size, pad=2, seed=run.seed), evaluation
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     ray = "local" if "ray" in sys.argv[2:] else None
     source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
-    run_grid(RUNS, Plainly(source), Store(Path(sys.argv[1])), processes=2, ray=ray)
+    run_grid(RUNS, InMemoryTraining(source), Store(Path(sys.argv[1])), processes=2, ray=ray)

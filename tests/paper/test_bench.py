@@ -15,7 +15,7 @@ from deepsquare.results import Store
 
 
 def test_ratios_are_medians_over_the_rounds() -> None:
-    seconds = {name: [1.0, 2.0, 4.0] for name in train.CONTESTANTS}
+    seconds = {name: [1.0, 2.0, 4.0] for name in train.CANDIDATES}
     seconds["deepsquare"] = [2.0, 1.0, 1.0]
     bench = train.TrainBench(seconds, gflop_per_epoch=800, gemm=150, threads=2)
     assert bench.ratio("torchvision + DataLoader", "deepsquare") == 2.0  # of 0.5, 2 and 4
@@ -25,7 +25,7 @@ def test_ratios_are_medians_over_the_rounds() -> None:
 @pytest.mark.filterwarnings("ignore:random images stand in")
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = train.run(rounds=2, steps=2, results=tmp_path)
-    assert set(bench.seconds) == set(train.CONTESTANTS)
+    assert set(bench.seconds) == set(train.CANDIDATES)
     assert all(len(times) == 2 and min(times) > 0 for times in bench.seconds.values())
     assert bench.gflop_per_epoch == pytest.approx(747, rel=0.02)  # 3 × 2 × 2.6 MMAC × 49,920 images, less one gradient
     assert "times as fast as torchvision" in capsys.readouterr().out.replace("\n", " ")
@@ -68,7 +68,7 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # a minute of compiling, for nothing
     monkeypatch.setattr(ops, "cases", one_map)
-    ops.run(tuple(ops.FUNCTIONS), rounds=2, batch=2, results=tmp_path)
+    ops.run(tuple(ops.FUNCTIONS), rounds=2, batch_size=2, results=tmp_path)
     assert "square_excitation/contiguous/float32" in " ".join(capsys.readouterr().out.split())
     rows = {row.row: row for row in Store(tmp_path / "bench.jsonl").rows()}
     assert len(rows) == 2 * len(ops.FUNCTIONS)
@@ -99,16 +99,16 @@ def test_bad_input(tmp_path: Path) -> None:
         train.run(rounds=0, results=tmp_path)
     with pytest.raises(ValueError, match="there is no function 'relu'; choose from square_pooling"):
         ops.run(["relu"], results=tmp_path)
-    with pytest.raises(ValueError, match="batch is 0"):
-        ops.run(batch=0, results=tmp_path)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        ops.run(batch_size=0, results=tmp_path)
 
 
 def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_folder(tmp_path / "pictures")
-    bench = data.run(folder, rounds=2, pictures=5, results=tmp_path)
+    folder = make_folder(tmp_path / "images")
+    bench = data.run(folder, rounds=2, images=5, results=tmp_path)
     assert {data.PLAIN, "torchvision, in this process"} <= set(bench.seconds)
     assert all(len(times) == 2 and min(times) > 0 for times in bench.seconds.values())
-    assert "pictures/s" in capsys.readouterr().out
+    assert "images/s" in capsys.readouterr().out
     (row,) = Store(tmp_path / "bench.jsonl").rows()
     assert (row.row, row.recipe["of"], set(row.metrics["seconds"])) == ("data", 6, set(bench.seconds))
     twice = data.DataBench({data.PLAIN: [2.0, 4.0], "fast": [1.0, 2.0]}, bench.cpu)

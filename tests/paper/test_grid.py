@@ -17,10 +17,10 @@ from helpers.toy_grid import RUNS, Toy
 
 from deepsquare.models import create_model
 from deepsquare.paper.cifar10 import experiment as cifar10
-from deepsquare.paper.grid.runner import Plainly, Run, Task, checkpoint_of, run_grid
+from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, checkpoint_of, run_grid
 from deepsquare.paper.tables import TABLE_2, TABLE_3
 from deepsquare.results import Row, Store
-from deepsquare.surgery import equipment
+from deepsquare.surgery import equip_record
 from deepsquare.training import Recipe
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "toy_grid.py"
@@ -35,7 +35,7 @@ def expected() -> dict[str, Any]:
     """What each run gives when nothing disturbs it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows = [Plainly(Toy())(run, None, silent) for run in RUNS]
+    rows = [InMemoryTraining(Toy())(run, None, silent) for run in RUNS]
     torch.set_num_threads(threads)
     return {row.key: row.metrics for row in rows}
 
@@ -118,14 +118,14 @@ def test_a_run_of_the_store_is_not_done_again(tmp_path: Path, capsys: pytest.Cap
     store = Store(tmp_path / "rows.jsonl")
     run = RUNS[0]
     store.append(Row(run.experiment, run.row, run.seed, run.described, {"accuracy": 0.5}, 1.0))
-    run_grid([run], Plainly(Toy()), store)
+    run_grid([run], InMemoryTraining(Toy()), store)
     assert "all 1 runs are in" in capsys.readouterr().err
-    assert Task(run, Plainly(Toy()), store.path)(silent) is None  # nor by a worker that was asked to earlier
+    assert Task(run, InMemoryTraining(Toy()), store.path)(silent) is None  # nor by a worker that was asked to earlier
 
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="processes is 0; expected at least 1"):
-        run_grid(RUNS, Plainly(Toy()), Store(tmp_path / "rows.jsonl"), processes=0)
+        run_grid(RUNS, InMemoryTraining(Toy()), Store(tmp_path / "rows.jsonl"), processes=0)
     with pytest.raises(ValueError, match="no row is called DeepSquare9; the rows are Original, DeepSquare1"):
         cifar10.run_tables(rows=["DeepSquare9"], results=tmp_path)
     with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):
@@ -135,7 +135,7 @@ def test_bad_input(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_nothing_listens_at_the_address(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"no Ray cluster at '127\.0\.0\.1:9' .*; start one with 'ray start --head'"):
-        run_grid(RUNS, Plainly(Toy()), Store(tmp_path / "rows.jsonl"), ray="127.0.0.1:9")
+        run_grid(RUNS, InMemoryTraining(Toy()), Store(tmp_path / "rows.jsonl"), ray="127.0.0.1:9")
 
 
 def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
     damaged.parent.mkdir()
     damaged.write_bytes(b"nonsense")
     with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
-        run_grid(RUNS[:2], Plainly(Toy()), store, processes=1)
+        run_grid(RUNS[:2], InMemoryTraining(Toy()), store, processes=1)
     assert [row.row for row in store.rows()] == [RUNS[1].row]
 
 
 def test_a_diverged_run_is_a_row() -> None:
-    recipe = Recipe(epochs=6, batch=16, rate=1e4, warmup=0)
-    row = Plainly(Toy())(Run("toy", "Original", 0, "vanilla_cnn", "", "toy", recipe), None, silent)
-    assert "try a lower rate" in row.metrics["diverged"]
+    recipe = Recipe(epochs=6, batch_size=16, lr=1e4, warmup=0)
+    row = InMemoryTraining(Toy())(TrainingRun("toy", "Original", 0, "vanilla_cnn", "", "toy", recipe), None, silent)
+    assert "try a lower lr" in row.metrics["diverged"]
     assert len(row.metrics["train_loss"]) < 6
 
 
@@ -159,9 +159,9 @@ def test_the_tables_name_17_models_that_can_be_built() -> None:
     models = cifar10.methods(TABLE_2, TABLE_3)
     assert len(models) == len(set(models.values())) == 17
     assert cifar10.methods(TABLE_3)["DeepSquare3"] == "pooling"  # not a second run under Table 3's own label
-    (run,) = cifar10.plan([TABLE_3], "short", 1, ["Square-Pooling"])
+    (run,) = cifar10.table_runs([TABLE_3], "short", 1, ["Square-Pooling"])
     assert (run.row, run.spec) == ("DeepSquare3", "pooling")
     for spec in models.values():
         model = create_model("vanilla_cnn", spec)
-        assert (equipment(model) is None) == (spec == "")
+        assert (equip_record(model) is None) == (spec == "")
         assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)

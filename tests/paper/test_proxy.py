@@ -1,39 +1,39 @@
-"""The proxies: rows of the paper's tables on a few pictures, and a trained network that is continued."""
+"""The proxies: rows of the paper's tables on a few images, and a trained network that is continued."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
-from helpers.colored import make_pictures
+from helpers.colored import make_images
 
-from deepsquare.paper.grid.runner import Run
-from deepsquare.paper.imagenet.proxy import OnPictures, plan, recipe_of
+from deepsquare.paper.grid.runner import TrainingRun
+from deepsquare.paper.imagenet.proxy import ImageFolderTraining, proxy_runs, recipe_of
 from deepsquare.results import Row
 from deepsquare.training.named_recipes import RECIPES
 from deepsquare.training.recipe import ImageNetRecipe
 
 
-def short(run: Run) -> Run:
+def short(run: TrainingRun) -> TrainingRun:
     assert isinstance(run.recipe, ImageNetRecipe)
-    small = dataclasses.replace(run.recipe, epochs=1, batch=12, size=32, eval_size=32, eval_resize=36)
+    small = dataclasses.replace(run.recipe, epochs=1, batch_size=12, size=32, eval_size=32, eval_resize=36)
     return dataclasses.replace(run, recipe=small)
 
 
-def trained(run: Run, data: Path, checkpoint: Path) -> Row:
-    return OnPictures(data)(short(run), checkpoint, lambda event, values: None)
+def trained(run: TrainingRun, data: Path, checkpoint: Path) -> Row:
+    return ImageFolderTraining(data)(short(run), checkpoint, lambda event, values: None)
 
 
 def test_a_proxy_is_the_paper_s_recipe_but_for_what_is_said() -> None:
     recipe, paper = recipe_of("resnet18+pooling"), RECIPES["resnet18+pooling"]
-    changed = {"size", "eval_size", "eval_resize", "epochs", "batch", "rate", "warmup"}
+    changed = {"size", "eval_size", "eval_resize", "epochs", "batch_size", "lr", "warmup"}
     fields = {field.name for field in dataclasses.fields(paper)}
     assert {name for name in fields if getattr(recipe, name) != getattr(paper, name)} == changed
-    assert recipe.rate / recipe.batch == paper.rate / paper.batch
+    assert recipe.lr / recipe.batch_size == paper.lr / paper.batch_size
 
 
 def test_a_trained_network_is_continued_with_and_without_a_module(tmp_path: Path) -> None:
-    data = make_pictures(tmp_path / "data")
-    runs = plan("coloured", 1, ["shufflenet_v2_x0_5"])
+    data = make_images(tmp_path / "data")
+    runs = proxy_runs("coloured", 1, ["shufflenet_v2_x0_5"])
     begun, *continued = runs
     first, *_ = (run for run in continued if run.spec == "pooling")
     with pytest.raises(FileNotFoundError, match=r"shufflenet_v2_x0_5-seed0.safetensors is missing"):

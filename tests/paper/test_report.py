@@ -19,7 +19,7 @@ from scipy import stats
 from deepsquare.cost import Cost, cost_of
 from deepsquare.paper.report import render
 from deepsquare.paper.report.curves import Scale, mean_curve, number
-from deepsquare.paper.report.evidence import find, load
+from deepsquare.paper.report.evidence import find, load_rows
 from deepsquare.paper.statistics import Interval, Median, interval, median, paired
 from deepsquare.paper.tables import TABLE_2, TABLE_3, TABLE_4
 from deepsquare.paper.verdict import Verdict, judge, judge_sign
@@ -114,7 +114,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Page]:
     """A page from rows, with made-up costs of the large networks."""
-    costs = Cost(parameters=1_234_567, macs=2_000_000_000, products=1000, activation_bytes=1)
+    costs = Cost(parameters=1_234_567, macs=2_000_000_000, elementwise_muls=1000, activation_bytes=1)
     monkeypatch.setattr("deepsquare.paper.report.page.cost_of", lambda model, spec: costs)
 
     def made(rows: Sequence[Row] = (), *more: Path, figures: Sequence[Path] = ()) -> Page:
@@ -210,8 +210,8 @@ def test_the_tables_show_the_rows(make: Callable[..., Page]) -> None:
 def test_the_page_stands_alone(make: Callable[..., Page], tmp_path: Path) -> None:
     (tmp_path / "fig2.png").write_bytes(b"\x89PNG not really")
     page = make(standard_rows(), figures=[tmp_path / "nowhere", tmp_path])
-    picture = "data:image/png;base64," + base64.b64encode(b"\x89PNG not really").decode()
-    assert {a for a in page.addresses if not a.startswith("#")} == {"https://arxiv.org/abs/1906.04979", picture}
+    image = "data:image/png;base64," + base64.b64encode(b"\x89PNG not really").decode()
+    assert {a for a in page.addresses if not a.startswith("#")} == {"https://arxiv.org/abs/1906.04979", image}
     anchors = {a[1:] for a in page.addresses if a.startswith("#")}
     assert anchors <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
@@ -349,7 +349,7 @@ def test_deployed_networks_on_the_page(make: Callable[..., Page]) -> None:
         "onnxruntime, int8, time added with one thread: plain +2.0%, Square-Pooling +2.0%, plain, again +2.0%"
         in page.text
     )
-    assert page.line("deploy", "net+softmin")[2:] == ["70.003 pictures overflow", "no run yet", "69.00−1.00"]
+    assert page.line("deploy", "net+softmin")[2:] == ["70.003 images overflow", "no run yet", "69.00−1.00"]
     assert page.line("deploy", "net") == ["net", "2", "2.0e-06", "3.0e-05", "75%", "not written", "0"]
     assert page.line("deploy", "net+gsop")[2:4] == ["–", "not written"]
     assert "net+gsop, ExecuTorch: no such operation" in page.text
@@ -365,13 +365,13 @@ def test_a_blank_first_line_is_no_matter(tmp_path: Path) -> None:
     folder = write([row("pooling", 0, 80.0)], tmp_path)
     (path,) = folder.glob("*.jsonl")
     path.write_text("\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    assert len(load([folder])[0]) == 1
+    assert len(load_rows([folder])[0]) == 1
 
 
 def test_a_run_counts_once_and_the_first_folder_wins(tmp_path: Path) -> None:
     first = write([row("pooling", 0, 80.0)], tmp_path / "a")
     again = [row("pooling", 0, 70.0), row("pooling", 1, 71.0)]
-    rows, notes = load([first, write(again, tmp_path / "b"), tmp_path / "none"])
+    rows, notes = load_rows([first, write(again, tmp_path / "b"), tmp_path / "none"])
     assert [(r.seed, r.metrics["accuracy"]) for r in rows] == [(0, 0.8), (1, 0.71)]
     assert notes == []
 
@@ -486,7 +486,7 @@ def test_costs_are_counted() -> None:
     assert base.parameters == 11_689_512  # as torchvision states it
     assert base.macs == pytest.approx(1.814e9, rel=1e-3)
     assert equipped.added_to(base)["parameters"] == 8
-    assert equipped.added_to(base)["products"] == 1_532_800
+    assert equipped.added_to(base)["elementwise_muls"] == 1_532_800
 
 
 def test_charts() -> None:

@@ -75,12 +75,12 @@ def test_a_draw_is_its_seed_and_split() -> None:
 def alone(task: Task, activation: str, setting: Setting, seed: int, steps: int) -> tuple[torch.Tensor, float]:
     """One network trained by ``torch.optim`` in float64: its parameters and its loss on test data."""
     network = TwoLayers(task.inputs, task.outputs, activation).double()
-    network.initialise(setting.initialisation, seed)
+    network.initialize(setting.initialization, seed)
     layers = nn.Sequential(network.first, network.second)
-    optimiser: torch.optim.Optimizer = (
-        torch.optim.Adam(layers.parameters(), setting.rate)
-        if setting.optimiser == "adam"
-        else torch.optim.SGD(layers.parameters(), setting.rate, momentum=0.9)
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.Adam(layers.parameters(), setting.lr)
+        if setting.optimizer == "adam"
+        else torch.optim.SGD(layers.parameters(), setting.lr, momentum=0.9)
     )
 
     def loss(split: data.Split) -> torch.Tensor:
@@ -89,17 +89,17 @@ def alone(task: Task, activation: str, setting: Setting, seed: int, steps: int) 
         return F.mse_loss(outputs, targets) if task is ONE_ARM else F.cross_entropy(outputs, targets.argmax(1))
 
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         torch.autograd.backward(loss("train"))
-        optimiser.step()
+        optimizer.step()
     return parameters_to_vector(layers.parameters()).detach(), loss("test").item()
 
 
 @pytest.mark.parametrize("task", [ONE_ARM, THREE_ARMS], ids=lambda task: task.name)
 @pytest.mark.parametrize("activation", ["relu", "relu_square", "tanh"])
-@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
-def test_many_networks_train_as_one_alone(task: Task, activation: str, optimiser: Any) -> None:
-    settings = [Setting(optimiser, 0.02, "glorot"), Setting(optimiser, 0.005, "pytorch", "standardised")]
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_many_networks_train_as_one_alone(task: Task, activation: str, optimizer: Any) -> None:
+    settings = [Setting(optimizer, 0.02, "glorot"), Setting(optimizer, 0.005, "pytorch", "standardised")]
     networks = Networks(task, activation, settings, [4, 9, 23])
     *_, (step, parameters) = train(networks, 25, torch.float64)
     losses = networks.table(networks.losses(parameters, *networks.batch("test", torch.float64)))
@@ -112,11 +112,11 @@ def test_many_networks_train_as_one_alone(task: Task, activation: str, optimiser
 
 def test_initialisations() -> None:
     network = TwoLayers(2, 3, "relu")
-    network.initialise("pytorch", 5)
+    network.initialize("pytorch", 5)
     first = network.first.weight.clone()
     assert 0.9 / math.sqrt(2) < first.abs().max() <= 1 / math.sqrt(2)
     assert network.second.bias.abs().max() <= 1 / math.sqrt(32)
-    network.initialise("glorot", 5)
+    network.initialize("glorot", 5)
     assert network.first.bias.count_nonzero() == 0
     torch.testing.assert_close(network.first.weight, first * math.sqrt(2 * 6 / 34))  # the same draw, another bound
 
@@ -124,8 +124,8 @@ def test_initialisations() -> None:
 def test_decay_of_the_rate() -> None:
     settings = [Setting("adam", 0.5, "pytorch"), Setting("adam", 0.5, "pytorch", decay=True)]
     networks = Networks(ONE_ARM, "relu", settings, [0, 1])
-    for progress, rate in ((0, 0.5), (0.5, 0.5), (0.75, 0.25), (0.99, 0.01)):
-        assert networks.rates(progress).flatten().tolist() == pytest.approx([0.5, 0.5, rate, rate])
+    for progress, lr in ((0, 0.5), (0.5, 0.5), (0.75, 0.25), (0.99, 0.01)):
+        assert networks.lrs(progress).flatten().tolist() == pytest.approx([0.5, 0.5, lr, lr])
 
 
 def test_tuning_judges_on_validation_data_and_survives_divergence() -> None:

@@ -13,7 +13,7 @@ import deepsquare as ds
 from deepsquare import kernels
 from deepsquare.kernels import cpu
 from deepsquare.nn import SquareExcitation
-from deepsquare.paper.deployment.parity import calibrated
+from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.surgery.blocks import FusedBlock
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
@@ -49,7 +49,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_block_written_out(name: str, fused: list[Tensor]) -> None:
     x = images()
-    model = calibrated(made(name, "pooling+excitation"), x)
+    model = recalibrate_batchnorm(made(name, "pooling+excitation"), x)
     blocks = sum(isinstance(module, FusedBlock) for module in model.modules())
     assert blocks == len(ds.sites(model).of("branch_end"))
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_unequip_gives_the_classes_back() -> None:
 
 def test_copies_pickles_and_folds(fused: list[Tensor]) -> None:
     x = images()
-    model = calibrated(made(), x)
+    model = recalibrate_batchnorm(made(), x)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -137,7 +137,7 @@ def test_another_class_of_block_is_left_as_it_is(fused: list[Tensor]) -> None:
 
 def test_compiled_and_exported_without_it(fused: list[Tensor]) -> None:
     x = images()
-    model = calibrated(made(), x)
+    model = recalibrate_batchnorm(made(), x)
     with torch.no_grad():
         y = model(x)
         fused.clear()
@@ -150,7 +150,7 @@ def test_compiled_and_exported_without_it(fused: list[Tensor]) -> None:
 
 def test_autocast(fused: list[Tensor]) -> None:
     x = images()
-    model = calibrated(made(), x)
+    model = recalibrate_batchnorm(made(), x)
     with torch.autocast("cpu", torch.bfloat16):
         fused.clear()
         y = model(x)

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepsquare as ds
-from deepsquare.paper.deployment.parity import calibrated
-from deepsquare.surgery import equipment
+from deepsquare.paper.deployment.parity import recalibrate_batchnorm
+from deepsquare.surgery import equip_record
 
 
 def compare(name: str, spec: str, by_hand: Forward) -> None:
@@ -185,7 +185,7 @@ def test_equipping_again() -> None:
     assert same_state(model, state)
     assert attached(model) == count == 10
     assert torch.equal(model(images()), output)
-    present = equipment(model)
+    present = equip_record(model)
     assert present is not None
     assert (present.spec, present.dropout) == ("pooling+excitation(alpha=0.5)", 0.1)
     for spec, dropout in (("softmin", 0.1), ("pooling+excitation(alpha=0.5)", None), ("", None)):
@@ -221,7 +221,7 @@ def test_a_failing_equip_changes_nothing(name: str, spec: str, message: str) -> 
         ds.equip(model, spec, dropout=0.2)
     assert same_state(model, state)
     assert attached(model) == 0
-    assert equipment(model) is None
+    assert equip_record(model) is None
     assert torch.equal(model(x), output)
 
 
@@ -251,13 +251,13 @@ def test_unequip_gives_the_base_model_back(
     ratios = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     output = model.eval()(x)
     equip_quietly(model, spec, dropout=dropout, input_shape=shape)
-    assert equipment(model) is not None
+    assert equip_record(model) is not None
     assert ds.unequip(model) is model
     assert same_state(model, state)
     assert {n: type(m) for n, m in model.named_modules()} == modules
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == ratios
     assert attached(model) == 0
-    assert equipment(model) is None
+    assert equip_record(model) is None
     assert torch.equal(model(x), output)
     assert ds.unequip(model) is model  # a plain model stays as it is
     assert same_state(model, state)
@@ -266,7 +266,9 @@ def test_unequip_gives_the_base_model_back(
 
 
 def test_unequip_keeps_what_was_trained() -> None:
-    model = ds.equip(calibrated(create("cifar"), images(size=32)), "pooling+excitation", input_shape=(3, 32, 32))
+    model = ds.equip(
+        recalibrate_batchnorm(create("cifar"), images(size=32)), "pooling+excitation", input_shape=(3, 32, 32)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)

@@ -31,8 +31,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
 from deepsquare.models import NETWORKS
-from deepsquare.paper.deployment.parity import calibrated
-from deepsquare.surgery import equipment
+from deepsquare.paper.deployment.parity import recalibrate_batchnorm
+from deepsquare.surgery import equip_record
 
 EVERYTHING = "pooling+excitation+encoding+softmin"
 ROWS = [(network.model, network.spec) for network in NETWORKS]
@@ -107,7 +107,7 @@ def test_gamma_zero_stays_where_it_does_no_harm() -> None:
 
 
 def test_a_small_alpha_hardly_changes_a_trained_network() -> None:
-    model, x = calibrated(create("resnet18"), images(4)), images(4)
+    model, x = recalibrate_batchnorm(create("resnet18"), images(4)), images(4)
     with torch.no_grad():
         before = model(x)
         after = ds.equip(model, "excitation(alpha=0.001)")(x)
@@ -124,7 +124,7 @@ def equipped(name: str = "resnet18", spec: str = EVERYTHING) -> nn.Module:
     """With sane statistics and parameters away from their start."""
     x = images(4) if name not in SHAPES else torch.randn(4, *SHAPES[name], generator=torch.Generator().manual_seed(0))
     model = equip_quietly(create(name), spec, input_shape=SHAPES.get(name))
-    return calibrated(tuned(model), x)
+    return recalibrate_batchnorm(tuned(model), x)
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -133,7 +133,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def reloaded(model: nn.Module) -> nn.Module:
-    present = equipment(model)
+    present = equip_record(model)
     assert present is not None
     clone = ds.equip(create("resnet18"), present.spec).eval()
     clone.load_state_dict(model.state_dict())

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 
 import deepsquare as ds
-from deepsquare.paper.deployment.parity import calibrated
-from deepsquare.surgery import equipment
+from deepsquare.paper.deployment.parity import recalibrate_batchnorm
+from deepsquare.surgery import equip_record
 
 
 def norms(model: nn.Module) -> int:
@@ -39,7 +39,7 @@ def ready(name: str, spec: str) -> tuple[nn.Module, Tensor]:
         for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
             assert norm.bias is not None
             norm.bias.uniform_(-0.5, 0.5)
-    return calibrated(model, x), x
+    return recalibrate_batchnorm(model, x), x
 
 
 # How many batch normalisations stay: those that do not follow a convolution directly, by the architecture.
@@ -83,7 +83,7 @@ def test_folding_keeps_the_outputs(name: str, spec: str, left: int) -> None:
     assert torch.equal(model(x), expected)
     # Nothing is left to fold.
     assert ds.fold(folded) is folded
-    assert equipment(folded) == equipment(model)
+    assert equip_record(folded) == equip_record(model)
 
 
 def test_the_scale_goes_into_the_classifier() -> None:
@@ -185,7 +185,7 @@ def test_a_convolution_that_others_read_is_not_folded() -> None:
             return out
 
     x = images(4, 32)
-    model = calibrated(Read(), x)
+    model = recalibrate_batchnorm(Read(), x)
     folded = ds.fold(model)
     assert norms(folded) == 2
     assert torch.equal(folded(x), model(x))

@@ -108,7 +108,7 @@ def test_the_sites_are_those_of_the_architecture(name: str) -> None:
     assert (sites.classifier, sites.dropout) == (classifier, dropout)
     assert set(sites.missing) == {kind for kind in ds.surgery.KINDS if not sites.of(kind)}
     for site in sites:
-        assert (site.channel_dim, site.keeps_size, site.word) == (1, False, "")
+        assert (site.channel_dim, site.keeps_size, site.term) == (1, False, "")
         assert site.relu_first == (name == "densenet121" and site.kind == "pooling")
         assert site.block == "" or site.path.startswith(site.block + ".")
 
@@ -278,10 +278,10 @@ def test_a_failed_look_leaves_no_hooks_behind() -> None:
 
 def test_equipped_sites_name_their_words() -> None:
     model = ds.equip(built("resnet18"), "pooling+excitation(alpha=0.5)+square(after='conv1')")
-    words = {site.path: site.word for site in ds.sites(model) if site.word}
+    terms = {site.path: site.term for site in ds.sites(model) if site.term}
     ends = {f"{path}": "excitation(alpha=0.5)" for path in stages("layer{s}.{i}.bn2", RESNET18)}
-    assert words == {"avgpool": "pooling", "conv1": "square(after='conv1')", **ends}
-    assert [site.word for site in ds.sites(model).of("logits")] == [""]
+    assert terms == {"avgpool": "pooling", "conv1": "square(after='conv1')", **ends}
+    assert [site.term for site in ds.sites(model).of("logits")] == [""]
     assert "512×7×7" in str(ds.sites(model))
 
 

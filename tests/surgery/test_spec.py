@@ -8,7 +8,7 @@ from helpers.models import attached, copied_state, create, images, own_keys, sam
 
 import deepsquare as ds
 from deepsquare import nn as dsnn
-from deepsquare.surgery import KINDS, TECHNIQUES, equipment, format_spec, parse_spec
+from deepsquare.surgery import KINDS, TECHNIQUES, equip_record, format_spec, parse_spec
 
 
 def canonical(spec: str) -> str:
@@ -52,14 +52,14 @@ def test_the_words() -> None:
         "last_spatial_conv": {"encoding"},
         None: {"square"},
     }
-    for kind, words in expected.items():
-        assert {word for word, technique in TECHNIQUES.items() if technique.kind == kind} >= words, kind
+    for kind, terms in expected.items():
+        assert {term for term, technique in TECHNIQUES.items() if technique.kind == kind} >= terms, kind
     assert {technique.kind for technique in TECHNIQUES.values()} <= {*KINDS, None}
-    assert all(canonical(word) == word for word in TECHNIQUES)
+    assert all(canonical(term) == term for term in TECHNIQUES)
 
 
 def test_the_options_with_their_defaults() -> None:
-    assert {word: technique.options for word, technique in TECHNIQUES.items() if technique.options} == {
+    assert {term: technique.options for term, technique in TECHNIQUES.items() if technique.options} == {
         "softmin": {"scale": "shared", "sign": -1},
         "excitation": {"alpha": 1.0},
         "square": {"after": ""},
@@ -204,7 +204,7 @@ def test_equip_refuses_what_the_module_cannot_take(spec: str, message: str) -> N
         ds.equip(model, spec)
     assert same_state(model, before)
     assert attached(model) == 0
-    assert equipment(model) is None
+    assert equip_record(model) is None
     assert torch.equal(model(x), output)
 
 

@@ -1,4 +1,4 @@
-"""Many processes train as one does, count every picture once, and start again when one of them is killed."""
+"""Many processes train as one does, count every image once, and start again when one of them is killed."""
 
 import json
 import subprocess
@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers.colored import make_pictures
+from helpers.colored import make_images
 
-from deepsquare.training import Team, join
-from deepsquare.training.distributed import meet
+from deepsquare.training import DistributedContext, init_distributed
+from deepsquare.training.distributed import rendezvous
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_script.py"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pictures(tmp_path_factory.mktemp("data"))
+    return make_images(tmp_path_factory.mktemp("data"))
 
 
 def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> None:
@@ -48,7 +48,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     for one, other in zip(found["weights"], expected["weights"], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
-    assert found["accuracy"] == expected["accuracy"]  # counted exactly: 21 pictures on two processes, batches of 4
+    assert found["accuracy"] == expected["accuracy"]  # counted exactly: 21 images on two processes, batches of 4
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:
         if attempt < 2:
             store.set("deepsquare/word/2", f"dead{attempt}")
         with ThreadPoolExecutor(3) as threads:
-            stores = list(threads.map(lambda rank: meet(store, rank, 3, patience=30), range(3)))
+            stores = list(threads.map(lambda rank: rendezvous(store, rank, 3, patience=30), range(3)))
         stores[1].set("address", str(attempt))
         names += [one.get("address").decode() for one in stores]
         assert not stores[0].check(["address of another attempt"])
@@ -101,16 +101,19 @@ def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:
 
 def test_one_who_does_not_come_is_told() -> None:
     with pytest.raises(TimeoutError, match=r"1 of 2 processes have not come .* the first is 1;"):
-        meet(dist.HashStore(), 0, 2, patience=0.1)
+        rendezvous(dist.HashStore(), 0, 2, patience=0.1)
 
 
 def test_every_thing_is_one_process_s() -> None:
     for size in (1, 2, 3, 7):
-        parts = [list(Team(rank, size).part(11)) for rank in range(size)]
+        parts = [list(DistributedContext(rank, size).shard(11)) for rank in range(size)]
         assert sorted(index for part in parts for index in part) == list(range(11))
 
 
 def test_an_environment_that_is_half_a_team_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError, match="has RANK but not LOCAL_RANK, WORLD_SIZE; start with torchrun"), join():
+    with (
+        pytest.raises(ValueError, match="has RANK but not LOCAL_RANK, WORLD_SIZE; start with torchrun"),
+        init_distributed(),
+    ):
         pass

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from deepsquare._bits import unpack_bits
 from deepsquare.training import CifarRecipe, DivergedError, History, Recipe, evaluate, fit
-from deepsquare.training.loop import PATIENCE, keep_buffers
+from deepsquare.training.loop import PATIENCE, tune_malloc
 
 
 class Points:
@@ -45,33 +45,33 @@ def network(seed: int = 0, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2))
 
 
-RECIPE = Recipe(epochs=4, rate=0.05, warmup=1.0, weight_decay=1e-3)
+RECIPE = Recipe(epochs=4, lr=0.05, warmup=1.0, weight_decay=1e-3)
 
 
 def test_the_rate_rises_linearly_and_falls_by_a_cosine() -> None:
-    recipe = Recipe(epochs=12, rate=0.4, warmup=2)
-    assert recipe.rate_at(0) == 0
-    assert recipe.rate_at(1) == pytest.approx(0.2)
-    assert recipe.rate_at(2) == pytest.approx(0.4)
-    assert recipe.rate_at(7) == pytest.approx(0.2)  # half way down
-    assert recipe.rate_at(4.5) == pytest.approx(0.2 * (1 + math.cos(math.pi / 4)))
-    assert recipe.rate_at(12) == pytest.approx(0)
-    assert Recipe(epochs=1, warmup=0, rate=0.4).rate_at(0) == pytest.approx(0.4)
-    assert Recipe(epochs=1, warmup=1, rate=0.4).rate_at(1) == pytest.approx(0.4)
+    recipe = Recipe(epochs=12, lr=0.4, warmup=2)
+    assert recipe.lr_at(0) == 0
+    assert recipe.lr_at(1) == pytest.approx(0.2)
+    assert recipe.lr_at(2) == pytest.approx(0.4)
+    assert recipe.lr_at(7) == pytest.approx(0.2)  # half way down
+    assert recipe.lr_at(4.5) == pytest.approx(0.2 * (1 + math.cos(math.pi / 4)))
+    assert recipe.lr_at(12) == pytest.approx(0)
+    assert Recipe(epochs=1, warmup=0, lr=0.4).lr_at(0) == pytest.approx(0.4)
+    assert Recipe(epochs=1, warmup=1, lr=0.4).lr_at(1) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("epochs", 0, "epochs is 0; expected at least 1"),
-        ("rate", 0.0, "rate is 0.0; expected above 0"),
-        ("rate", math.nan, "rate is nan; expected above 0"),
+        ("lr", 0.0, "lr is 0.0; expected above 0"),
+        ("lr", math.nan, "lr is nan; expected above 0"),
         ("warmup", 5.0, "warmup is 5.0; expected between 0 and the 4 epochs"),
         ("momentum", 1.0, "momentum is 1.0"),
         ("momentum", 0.0, "nesterov is True; expected False where momentum is 0"),
         ("weight_decay", -1.0, "weight_decay is -1.0; expected at least 0"),
         ("pad", -1, "pad is -1; expected at least 0"),
-        ("batch", 2.5, "batch is 2.5; expected a whole number"),
+        ("batch_size", 2.5, "batch_size is 2.5; expected a whole number"),
         ("flip", "no", "flip is 'no'; expected true or false"),
     ],
 )
@@ -91,7 +91,7 @@ def test_fit_does_the_steps_of_plain_sgd() -> None:
     for epoch in range(4):
         losses.append([])
         for step, (points, labels) in enumerate(data.epoch(epoch)):
-            rate = RECIPE.rate_at(epoch + (step + 1) / len(data))
+            lr = RECIPE.lr_at(epoch + (step + 1) / len(data))
             loss = F.cross_entropy(plain(points), labels)
             gradients = torch.autograd.grad(loss, list(plain.parameters()))
             losses[-1].append(loss.item())
@@ -99,7 +99,7 @@ def test_fit_does_the_steps_of_plain_sgd() -> None:
                 for parameter, gradient, speed in zip(plain.parameters(), gradients, velocity, strict=True):
                     whole = gradient + 1e-3 * parameter
                     speed.mul_(0.9).add_(whole)
-                    parameter.sub_(rate * (whole + 0.9 * speed))
+                    parameter.sub_(lr * (whole + 0.9 * speed))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert history.train_loss == pytest.approx([sum(part) / len(part) for part in losses], rel=1e-4)
@@ -190,9 +190,7 @@ class Sabotage(nn.Module):
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_lost() -> None:
     data, model = Points(), Sabotage(after=6, factor=math.nan)
-    with pytest.raises(
-        DivergedError, match=r"epoch 2: the loss is nan at step 3, rate 0\.\d+; try a lower rate"
-    ) as info:
+    with pytest.raises(DivergedError, match=r"epoch 2: the loss is nan at step 3, lr 0\.\d+; try a lower lr") as info:
         fit(model, data, RECIPE, data.evaluation)
     assert info.value.history.epochs == 1
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -222,7 +220,7 @@ def test_an_evaluation_that_is_not_finite_is_told_and_training_goes_on(caplog: p
     assert history.train_loss == plain.train_loss
     assert 0.5 < history.accuracy[-1] <= plain.accuracy[-1]
     assert math.isnan(history.loss[-1])
-    assert "epoch 1: 2 pictures have no finite loss in the evaluation" in caplog.text
+    assert "epoch 1: 2 images have no finite loss in the evaluation" in caplog.text
 
 
 def test_other_errors_are_no_divergence() -> None:
@@ -252,15 +250,15 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_loss_that_stays_above_a_guess_counts_as_diverged() -> None:
     data = Points()
-    recipe = Recipe(epochs=10, warmup=2.0, rate=1e-6)
+    recipe = Recipe(epochs=10, warmup=2.0, lr=1e-6)
     last = 2 + PATIENCE  # what the warm-up brings is not judged
     with pytest.raises(DivergedError, match=rf"epoch {last}: the loss was .* that of a guess is 0.693") as info:
         fit(Sabotage(after=-1, factor=-100), data, recipe, data.evaluation)
     assert info.value.history.epochs == last
-    short = Recipe(epochs=1, warmup=0.0, rate=1e-6)
+    short = Recipe(epochs=1, warmup=0.0, lr=1e-6)
     with pytest.raises(DivergedError, match="epoch 1"):
         fit(Sabotage(after=-1, factor=-100), data, short, data.evaluation)
 
 
 def test_the_allocator_is_set_where_it_can_be() -> None:
-    assert keep_buffers() or platform.libc_ver()[0] != "glibc"
+    assert tune_malloc() or platform.libc_ver()[0] != "glibc"

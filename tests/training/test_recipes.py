@@ -22,18 +22,18 @@ def test_the_recipes_are_those_of_the_paper() -> None:
     for name, recipe in RECIPES.items():
         mobile = recipe.model.startswith("shufflenet")
         assert (recipe.momentum, recipe.nesterov) == (0.9, True)
-        assert (recipe.batch, recipe.rate, recipe.warmup) == (1024, 0.4, 5)
+        assert (recipe.batch_size, recipe.lr, recipe.warmup) == (1024, 0.4, 5)
         assert recipe.weight_decay == (4e-5 if mobile else 1e-4)
         assert recipe.epochs == (400 if mobile else 200 if name.endswith("@200") else 120)
         assert recipe.dropout == (0.2 if recipe.spec else None)
         assert (recipe.size, recipe.eval_resize, recipe.eval_size) == (224, 256, 224)
         assert (recipe.crop_area, recipe.crop_ratio, recipe.flip) == ((0.08, 1.0), (3 / 4, 4 / 3), True)
         assert "softmin(" not in recipe.spec  # the default: one scale that all classes share
-        assert recipe.rate_at(0) == 0
-        assert recipe.rate_at(2.5) == pytest.approx(0.2)
-        assert recipe.rate_at(5) == pytest.approx(0.4)
-        assert recipe.rate_at((5 + recipe.epochs) / 2) == pytest.approx(0.2)
-        assert recipe.rate_at(recipe.epochs) == pytest.approx(0)
+        assert recipe.lr_at(0) == 0
+        assert recipe.lr_at(2.5) == pytest.approx(0.2)
+        assert recipe.lr_at(5) == pytest.approx(0.4)
+        assert recipe.lr_at((5 + recipe.epochs) / 2) == pytest.approx(0.2)
+        assert recipe.lr_at(recipe.epochs) == pytest.approx(0)
     assert sum(name.endswith("@200") for name in RECIPES) == 1
     assert set(RECIPES) > {"resnet18", "resnet50+pooling+excitation", "shufflenet_v2_x0_5+pooling"}
 
@@ -55,18 +55,18 @@ def test_the_estimate_of_time_beside_the_training_steps_that_were_measured() -> 
 
 
 def test_the_optimiser_is_sgd_with_the_recipe_s_values() -> None:
-    (group,) = RECIPES["shufflenet_v2_x1_0"].optimiser(nn.Linear(2, 2)).param_groups
+    (group,) = RECIPES["shufflenet_v2_x1_0"].optimizer(nn.Linear(2, 2)).param_groups
     assert {key: group[key] for key in ("momentum", "nesterov", "weight_decay", "dampening")} == {
         "momentum": 0.9, "nesterov": True, "weight_decay": 4e-5, "dampening": 0,
     }  # fmt: skip
 
 
 def test_the_rate_follows_the_batch_and_says_so() -> None:
-    recipe, notes = override(ImageNetRecipe(), {"batch": 256})
-    assert recipe.rate == pytest.approx(0.1)
+    recipe, notes = override(ImageNetRecipe(), {"batch_size": 256})
+    assert recipe.lr == pytest.approx(0.1)
     assert "0.4 for 1024 is 0.1 for 256" in notes[0]
-    recipe, notes = override(ImageNetRecipe(), {"batch": 256, "rate": 0.4, "epochs": 2})
-    assert (recipe.rate, recipe.warmup) == (0.4, 2.0)
+    recipe, notes = override(ImageNetRecipe(), {"batch_size": 256, "lr": 0.4, "epochs": 2})
+    assert (recipe.lr, recipe.warmup) == (0.4, 2.0)
     assert "warm-up of 5 epochs is cut to the 2" in notes[0]
     with pytest.raises(ValueError, match="a recipe has no field epoch; its fields are batch"):
         override(ImageNetRecipe(), {"epoch": 2})

@@ -1,9 +1,9 @@
-"""Pictures per second of each pipeline, beside torchvision's ImageFolder with a DataLoader.
+"""Images per second of each pipeline, beside torchvision's ImageFolder with a DataLoader.
 
-All show random parts of the same pictures at 224 × 224, as uint8, in batches of 64, and take turns within one run, so
-that a busy moment of the machine meets them alike. A turn starts its workers, reads a list of pictures and ends them. A
+All show random parts of the same images at 224 × 224, as uint8, in batches of 64, and take turns within one run, so
+that a busy moment of the machine meets them alike. A turn starts its workers, reads a list of images and ends them. A
 ratio is the median over the rounds of the ratio of their times. Decoding alone is libjpeg-turbo in one process, each
-picture in full and from memory: what no pipeline that decodes whole pictures can fall below on a core.
+image in full and from memory: what no pipeline that decodes whole images can fall below on a core.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from deepsquare import _torchvision  # noqa: F401  # before torchvision
-from deepsquare._files import make_writable
+from deepsquare._files import ensure_writable
 from deepsquare._threads import cores
-from deepsquare.data import Source, TrainView, available, batches, open_source
+from deepsquare.data import Source, TrainTransform, available, batches, open_source
 from deepsquare.data.folders import FolderSource
 from deepsquare.data.jpeg import jpeg_size
 from deepsquare.paper.statistics import Median, median, median_ratio
 from deepsquare.results import Row, Store, round_for_json
 
-BATCH, SIZE, PLAIN_WORKERS = 64, 224, 2
+BATCH_SIZE, SIZE, PLAIN_WORKERS = 64, 224, 2
 PLAIN = f"ImageFolder + DataLoader, {PLAIN_WORKERS} workers"
 DECODING = "decoding alone, 1 process"
-Turn = Callable[[], int]  # reads its list, and says how many pictures that were
+Workload = Callable[[], int]  # reads its list, and says how many images that were
 
 
-def _plain(source: FolderSource, pictures: int) -> Turn:
+def _plain(source: FolderSource, images: int) -> Workload:
     """What torchvision's training script does, up to the bytes of a batch."""
     from torch.utils.data import DataLoader, Subset
     from torchvision.datasets import ImageFolder
@@ -42,45 +42,47 @@ def _plain(source: FolderSource, pictures: int) -> Turn:
 
     shown = v2.Compose([v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), v2.ToImage()])
     dataset = ImageFolder(str(source.folder), shown)
-    listed = Subset(dataset, [index % len(dataset) for index in range(pictures)])
-    loader = DataLoader(listed, BATCH, num_workers=PLAIN_WORKERS, generator=torch.Generator())
+    listed = Subset(dataset, [index % len(dataset) for index in range(images)])
+    loader = DataLoader(listed, BATCH_SIZE, num_workers=PLAIN_WORKERS, generator=torch.Generator())
     return lambda: sum(len(images) for images, _ in loader)
 
 
-def _ours(source: Source, pictures: int, pipeline: str, workers: int) -> Turn:
-    indices = [index % len(source) for index in range(pictures)]
-    groups = [indices[first : first + BATCH] for first in range(0, pictures, BATCH)]
-    view = TrainView(SIZE)
-    return lambda: sum(len(batch.images) for batch in batches(source, groups, view, pipeline=pipeline, workers=workers))
+def _ours(source: Source, images: int, pipeline: str, workers: int) -> Workload:
+    indices = [index % len(source) for index in range(images)]
+    groups = [indices[first : first + BATCH_SIZE] for first in range(0, images, BATCH_SIZE)]
+    transform = TrainTransform(SIZE)
+    return lambda: sum(
+        len(batch.images) for batch in batches(source, groups, transform, pipeline=pipeline, workers=workers)
+    )
 
 
-def _decoding(source: Source, pictures: int) -> Turn:
+def _decoding(source: Source, images: int) -> Workload:
     import simplejpeg
 
-    files = [data for data in map(source.read, range(min(pictures, len(source)))) if jpeg_size(data)]
+    files = [data for data in map(source.read, range(min(images, len(source)))) if jpeg_size(data)]
     return lambda: sum(simplejpeg.decode_jpeg(data) is not None for data in files)
 
 
-def contestants(source: FolderSource, pictures: int) -> dict[str, Turn]:
+def candidates(source: FolderSource, images: int) -> dict[str, Workload]:
     """The plain one, and every pipeline that is installed, alone and with a worker for each core."""
     workers = cores()
-    found = {PLAIN: _plain(source, pictures)}
+    found = {PLAIN: _plain(source, images)}
     if available("fast"):
-        found[DECODING] = _decoding(source, pictures)
+        found[DECODING] = _decoding(source, images)
     for pipeline, alone, with_workers in (
         ("torchvision", "in this process", f"{workers} workers"),
         ("fast", "in this process", f"{workers} workers"),
         ("dali", "1 thread", f"{workers} threads"),
     ):
         if available(pipeline):
-            found[f"{pipeline}, {alone}"] = _ours(source, pictures, pipeline, 0)
-            found[f"{pipeline}, {with_workers}"] = _ours(source, pictures, pipeline, workers)
+            found[f"{pipeline}, {alone}"] = _ours(source, images, pipeline, 0)
+            found[f"{pipeline}, {with_workers}"] = _ours(source, images, pipeline, workers)
     return found
 
 
 @dataclass(frozen=True)
 class DataBench:
-    """Seconds per picture of each contestant in each round, and those of all cores together."""
+    """Seconds per image of each contestant in each round, and those of all cores together."""
 
     seconds: dict[str, list[float]]
     cpu: dict[str, list[float]]
@@ -92,10 +94,10 @@ class DataBench:
     def __rich__(self) -> Table:
         """The comparison."""
         table = Table(
-            title=f"Random parts of pictures at {SIZE} × {SIZE}, {cores()} cores",
+            title=f"Random parts of images at {SIZE} × {SIZE}, {cores()} cores",
             caption=f"medians of {len(self.seconds[PLAIN])} rounds; × is relative to {PLAIN}, with its 95% interval",
         )
-        for heading in ("", "pictures/s", "ms each", "CPU ms each", "×"):
+        for heading in ("", "images/s", "ms each", "CPU ms each", "×"):
             table.add_column(heading, justify="right" if heading else "left")
         for name, seconds in self.seconds.items():
             middle, ratio = median(seconds).value, self.speedup(name)
@@ -109,39 +111,39 @@ def run(
     folder: Path,
     *,
     rounds: int = 9,
-    pictures: int = 4096,
+    images: int = 4096,
     results: Path = Path("out/results"),
 ) -> DataBench:
     """Time every contestant, print the comparison and add it to ``bench.jsonl``.
 
     Args:
-        folder: holds ``train``, with class folders; its pictures are repeated until there are enough.
+        folder: holds ``train``, with class folders; its images are repeated until there are enough.
         rounds: turns of each contestant.
-        pictures: that are read in a turn.
+        images: that are read in a turn.
         results: folder for the row.
     """
-    for name, given in (("rounds", rounds), ("pictures", pictures)):
+    for name, given in (("rounds", rounds), ("images", images)):
         if given < 1:
             raise ValueError(f"{name} is {given}; expected at least 1")
-    make_writable(results)
+    ensure_writable(results)
     source = open_source(folder, "train")
     if not isinstance(source, FolderSource):
         raise ValueError(f"{folder} has shards, which ImageFolder does not read; give one with class folders")
     start = time.perf_counter()
-    turns = contestants(source, pictures)
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    cpu: dict[str, list[float]] = {name: [] for name in turns}
+    rounds_per_candidate = candidates(source, images)
+    seconds: dict[str, list[float]] = {name: [] for name in rounds_per_candidate}
+    cpu: dict[str, list[float]] = {name: [] for name in rounds_per_candidate}
     with Progress(transient=True) as progress:
         for _ in progress.track(range(rounds)):
-            for name, turn in turns.items():
+            for name, workload in rounds_per_candidate.items():
                 begun, used = time.perf_counter(), _cpu_time()
-                read = turn()
+                read = workload()
                 seconds[name].append((time.perf_counter() - begun) / read)
                 cpu[name].append((_cpu_time() - used) / read)
     bench = DataBench(seconds, cpu)
     rich.print(bench)
     described = {
-        "rounds": rounds, "pictures": pictures, "of": len(source), "batch": BATCH, "size": SIZE,
+        "rounds": rounds, "images": images, "of": len(source), "batch_size": BATCH_SIZE, "size": SIZE,
         "bytes": round(sum(len(source.read(index)) for index in range(len(source))) / len(source)),
         "threads": torch.get_num_threads(),
     }  # fmt: skip

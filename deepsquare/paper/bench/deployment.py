@@ -1,6 +1,6 @@
 """What a technique costs where it is deployed: latency, file and memory in onnxruntime and ExecuTorch.
 
-One picture at a time. The networks of a backbone take turns go by go, in an order that is drawn anew each round, in a
+One image at a time. The networks of a backbone take turns go by go, in an order that is drawn anew each round, in a
 process of its own that has no other work; a ratio is taken within a round, so that a slow moment of the machine meets
 both. The plain network is there twice, as copies of one program differ by where they lie in memory: the others are
 compared with the mean of both, and how far these are from it is the error of the measurement.
@@ -24,12 +24,12 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
-from deepsquare._files import make_writable
-from deepsquare.checkpoint import Pictures
+from deepsquare._files import ensure_writable
+from deepsquare.checkpoint import Preprocessing
 from deepsquare.cost import cost_of
-from deepsquare.export import Export, export, open_program
-from deepsquare.export.runtime import ENDINGS, Runtime, needed, runtime_of, share_threads
-from deepsquare.paper.deployment.parity import untrained
+from deepsquare.export import Export, export, load_exported
+from deepsquare.export.runtime import SUFFIXES, Runtime, require, runtime_of, share_threads
+from deepsquare.paper.deployment.parity import random_init_model
 from deepsquare.paper.statistics import Median, median, median_ratio
 from deepsquare.results import Row, Store
 
@@ -38,7 +38,7 @@ SPECS = ("pooling", "softmin", "excitation", "encoding", "pooling+excitation", "
 PLAIN, AGAIN = "", "again"
 THREADS = (1, 2)
 SIDE, CALIBRATING = 224, 16
-WARM, GOES = 5, 5  # goes before the times count, and before the memory is read
+WARM, ITERATIONS = 5, 5  # goes before the times count, and before the memory is read
 
 
 def run(
@@ -51,13 +51,13 @@ def run(
     """Export, time and weigh each spec on each backbone; a row for each runtime and precision to ``bench.jsonl``."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
-    make_writable(results)
+    ensure_writable(results)
     for backbone in backbones:
         for spec in specs:
             cost_of(backbone, spec)  # a word that does not suit is told now
     for module in ("onnx", "onnxscript", "onnxruntime", "executorch.runtime"):
-        needed(module)
-    ways = list(product(backbones, ENDINGS, ("float32", "int8")))
+        require(module)
+    ways = list(product(backbones, SUFFIXES, ("float32", "int8")))
     store = Store(results / "bench.jsonl")
     with Progress(transient=True) as progress:
         bar = progress.add_task("", total=len(ways) * (1 + len(specs) + len(THREADS)))
@@ -68,7 +68,7 @@ def run(
                 progress.update(bar, advance=1, description=f"{way}: {what}")
 
             metrics = _measure(backbone, runtime, precision, specs, rounds, told)
-            described = {"rounds": rounds, "input": SIDE, "batch": 1}
+            described = {"rounds": rounds, "input": SIDE, "batch_size": 1}
             name, seconds = f"deploy/{backbone}/{runtime}/{precision}", round(time.perf_counter() - start, 1)
             store.append(Row("bench", name, int(time.time()), described, metrics, seconds))
             progress.console.print(_table(f"{backbone}, {runtime}, {precision}", metrics, rounds))
@@ -83,11 +83,18 @@ def _measure(
         made: dict[str, Export] = {}
         for spec in (PLAIN, *specs):
             told(f"export of {spec or 'the plain network'}")
-            model, path = untrained(backbone, spec, images), Path(folder) / f"{spec or 'plain'}{ENDINGS[runtime]}"
-            made[spec] = export(model, path, Pictures((), SIDE), images=images[:2], calibration=calibration)
+            model, path = (
+                random_init_model(backbone, spec, images),
+                Path(folder) / f"{spec or 'plain'}{SUFFIXES[runtime]}",
+            )
+            made[spec] = export(model, path, Preprocessing((), SIDE), images=images[:2], calibration=calibration)
         made[AGAIN] = made[PLAIN]
         found: dict[str, Any] = {
-            spec: {"bytes": one.size, "memory": _apart("weigh", [one.path], 1, GOES), "outside": one.outside}
+            spec: {
+                "bytes": one.size,
+                "memory": _apart("weigh", [one.path], 1, ITERATIONS),
+                "undelegated_ops": one.undelegated_ops,
+            }
             for spec, one in made.items()
         }
         for threads in THREADS:
@@ -110,7 +117,7 @@ def _rounded(found: Median) -> list[float]:
 def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
-        title=f"{title}, one picture at a time",
+        title=f"{title}, one image at a time",
         caption=f"median over {rounds} rounds, and {'its 95% interval' if rounds > 8 else 'the range'}",
     )
     table.add_column("spec")
@@ -129,7 +136,7 @@ def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
 # ---- in a process of its own ----
 
 
-def _apart(work: str, files: Sequence[Path], threads: int, goes: int) -> Any:
+def _apart(work: str, files: Sequence[Path], threads: int, iterations: int) -> Any:
     """``time`` or ``weigh`` the programs in a fresh process."""
     command = [
         sys.executable,
@@ -137,7 +144,7 @@ def _apart(work: str, files: Sequence[Path], threads: int, goes: int) -> Any:
         "deepsquare.paper.bench.deployment",
         work,
         str(threads),
-        str(goes),
+        str(iterations),
         *map(str, files),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -151,7 +158,7 @@ def _time(files: Sequence[Path], threads: int, rounds: int) -> list[list[float]]
     torch.set_num_threads(1)
     images = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
     share_threads(runtime_of(files[0]), threads)
-    programs = [open_program(path) for path in files]
+    programs = [load_exported(path) for path in files]
     for _ in range(WARM):
         for program in programs:
             program(images)
@@ -166,7 +173,7 @@ def _time(files: Sequence[Path], threads: int, rounds: int) -> list[list[float]]
     return seconds
 
 
-def _weigh(files: Sequence[Path], threads: int, goes: int) -> int | None:
+def _weigh(files: Sequence[Path], threads: int, iterations: int) -> int | None:
     """The most memory that a program adds to the process, in bytes; Linux says."""
     (path,) = files
     images = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
@@ -174,11 +181,11 @@ def _weigh(files: Sequence[Path], threads: int, goes: int) -> int | None:
     if not clear.exists():
         return None
     share_threads(runtime_of(path), threads)
-    needed("executorch.runtime" if path.suffix == ".pte" else "onnxruntime")
+    require("executorch.runtime" if path.suffix == ".pte" else "onnxruntime")
     clear.write_text("5")  # the peak starts anew
     before = _resident("VmRSS")
-    program = open_program(path)
-    for _ in range(goes):
+    program = load_exported(path)
+    for _ in range(iterations):
         program(images)
     return _resident("VmHWM") - before
 
@@ -189,6 +196,6 @@ def _resident(name: str) -> int:
 
 
 if __name__ == "__main__":
-    work, threads, goes, *paths = sys.argv[1:]
-    done = {"time": _time, "weigh": _weigh}[work]([Path(path) for path in paths], int(threads), int(goes))
+    work, threads, iterations, *paths = sys.argv[1:]
+    done = {"time": _time, "weigh": _weigh}[work]([Path(path) for path in paths], int(threads), int(iterations))
     print(json.dumps(done))

@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from deepsquare._files import make_writable
+from deepsquare._files import ensure_writable
 from deepsquare.cost import cost_of
 from deepsquare.kernels import without_kernels
 from deepsquare.models import create_model
 from deepsquare.paper.statistics import median_ratio
 from deepsquare.results import Row, Store
-from deepsquare.training.loop import keep_buffers
+from deepsquare.training.loop import tune_malloc
 
 BACKBONES = ("resnet50", "resnet18", "shufflenet_v2_x1_0", "shufflenet_v2_x0_5")
 SPECS = (
@@ -36,12 +36,12 @@ SPECS = (
 )  # fmt: skip
 KERNEL_WORDS = {"pooling", "excitation"}  # these are measured without the kernels too
 KINDS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
-TURN = 0.4  # seconds of each contestant, in goes that take turns: one slow moment of the machine meets all
+ROUND_SECONDS = 0.4  # seconds of each contestant, in goes that take turns: one slow moment of the machine meets all
 Seconds = dict[str, list[float]]  # by kind of work, one a go
 
 
-def _infer(model: nn.Module, batch: int) -> Callable[[], None]:
-    x = torch.rand(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+def _infer(model: nn.Module, batch_size: int) -> Callable[[], None]:
+    x = torch.rand(batch_size, 3, 224, 224).to(memory_format=torch.channels_last)
 
     def work() -> None:
         model.eval()
@@ -51,9 +51,9 @@ def _infer(model: nn.Module, batch: int) -> Callable[[], None]:
     return work
 
 
-def _train(model: nn.Module, batch: int) -> Callable[[], None]:
-    x = torch.rand(batch, 3, 224, 224).to(memory_format=torch.channels_last)
-    labels = torch.arange(batch)
+def _train(model: nn.Module, batch_size: int) -> Callable[[], None]:
+    x = torch.rand(batch_size, 3, 224, 224).to(memory_format=torch.channels_last)
+    labels = torch.arange(batch_size)
 
     def work() -> None:
         model.train()
@@ -63,14 +63,14 @@ def _train(model: nn.Module, batch: int) -> Callable[[], None]:
     return work
 
 
-class Contestant:
+class Candidate:
     """A network and the kinds of work that it is timed at."""
 
     def __init__(self, backbone: str, spec: str) -> None:
         torch.manual_seed(0)
         model = create_model(backbone, spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.work = {LATENCY: _infer(model, 1), THROUGHPUT: _infer(model, 16), TRAINING: _train(model, 8)}
-        self.goes = {kind: max(1, int(TURN / min(self.time(kind) for _ in range(2)))) for kind in KINDS}
+        self.iterations = {kind: max(1, int(ROUND_SECONDS / min(self.time(kind) for _ in range(2)))) for kind in KINDS}
 
     def time(self, kind: str) -> float:
         """Seconds for one go."""
@@ -89,13 +89,13 @@ def run(
     """Time every spec on every backbone, print the ratios and add a row for each backbone to ``bench.jsonl``."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
-    make_writable(results)
+    ensure_writable(results)
     for spec in specs:
         if "fisher" in spec:
             raise ValueError("a Fisher vector has to be fitted to data before it trains; leave it out here")
         for backbone in backbones:
             cost_of(backbone, spec)  # a word that does not suit is told now
-    keep_buffers()
+    tune_malloc()
     for backbone in backbones:
         start = time.perf_counter()
         times = _time(backbone, specs, rounds)
@@ -117,20 +117,20 @@ def run(
 def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, dict[str, Seconds]]:
     """By spec the times of the plain network, ``base``, of the equipped one, ``own``, and ``without_kernels``."""
     times: dict[str, dict[str, Seconds]] = {}
-    plain = Contestant(backbone, "")
+    plain = Candidate(backbone, "")
     with Progress(transient=True) as progress:
         bar = progress.add_task(backbone, total=len(specs) * rounds)
         for spec in specs:
             progress.update(bar, description=f"{backbone}, {spec}")
-            contestant = Contestant(backbone, spec)
-            runs: dict[str, tuple[Contestant, Callable[[], AbstractContextManager[None]]]]
-            runs = {"base": (plain, nullcontext), "own": (contestant, nullcontext)}
+            candidate = Candidate(backbone, spec)
+            runs: dict[str, tuple[Candidate, Callable[[], AbstractContextManager[None]]]]
+            runs = {"base": (plain, nullcontext), "own": (candidate, nullcontext)}
             if not KERNEL_WORDS.isdisjoint(spec.split("+")):
-                runs["without_kernels"] = (contestant, without_kernels)
+                runs["without_kernels"] = (candidate, without_kernels)
             times[spec] = {who: {kind: [] for kind in KINDS} for who in runs}
             for _ in range(rounds):
                 for kind in KINDS:
-                    for _ in range(plain.goes[kind]):
+                    for _ in range(plain.iterations[kind]):
                         for who, (network, mode) in runs.items():
                             with mode():
                                 times[spec][who][kind].append(network.time(kind))

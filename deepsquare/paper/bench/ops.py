@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepsquare import functional as DF
-from deepsquare._files import make_writable
+from deepsquare._files import ensure_writable
 from deepsquare.kernels import without_kernels
 from deepsquare.paper.statistics import Median, median, median_ratio
 from deepsquare.results import Row, Store
-from deepsquare.training.loop import keep_buffers
+from deepsquare.training.loop import tune_malloc
 
 RESNET50 = ((256, 56), (512, 28), (1024, 14), (2048, 7))  # channels and side of its blocks' ends
 SHUFFLENET = ((58, 28), (116, 14), (232, 7), (1024, 7))  # of ShuffleNetV2-1×'s, and of its last convolution
 SIDES = ((64, 112), (128, 4))  # the largest and the smallest map of the usual networks
-BATCH = 32
+BATCH_SIZE = 32
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORWARD, STEP = "forward", "forward + backward"
@@ -125,17 +125,17 @@ def run(
     functions: Sequence[str] = tuple(FUNCTIONS),
     *,
     rounds: int = 15,
-    batch: int = BATCH,
+    batch_size: int = BATCH_SIZE,
     results: Path = Path("out/results"),
 ) -> None:
     """Time every case, print the ratios and add a row for each function, layout and type to ``bench.jsonl``."""
-    if rounds < 1 or batch < 1:
-        raise ValueError(f"rounds is {rounds} and batch is {batch}; expected at least 1")
+    if rounds < 1 or batch_size < 1:
+        raise ValueError(f"rounds is {rounds} and batch_size is {batch_size}; expected at least 1")
     for function in functions:
         if function not in FUNCTIONS:
             raise ValueError(f"there is no function {function!r}; choose from {', '.join(FUNCTIONS)}")
-    make_writable(results)
-    keep_buffers()
+    ensure_writable(results)
+    tune_malloc()
     rows: dict[str, list[Case]] = {}
     for case in cases(functions):
         rows.setdefault(case.row, []).append(case)
@@ -147,19 +147,19 @@ def run(
             compiled = torch.compile(FUNCTIONS[of_row[0].function].formula, dynamic=True, fullgraph=True)
             for case in of_row:
                 progress.update(bar, description=f"{row} {case.name}")
-                metrics[case.name] = measure(case, compiled, rounds, batch)
+                metrics[case.name] = measure(case, compiled, rounds, batch_size)
                 progress.advance(bar)
             progress.console.print(_table(row, metrics, rounds))
-            described = {"rounds": rounds, "threads": torch.get_num_threads(), "batch": batch}
+            described = {"rounds": rounds, "threads": torch.get_num_threads(), "batch_size": batch_size}
             seconds = round(time.perf_counter() - start, 1)
             Store(results / "bench.jsonl").append(Row("bench", row, int(time.time()), described, metrics, seconds))
 
 
-def measure(case: Case, compiled: Call, rounds: int, batch: int) -> dict[str, Any]:
+def measure(case: Case, compiled: Call, rounds: int, batch_size: int) -> dict[str, Any]:
     """The seconds of the limit, the other forms relative to ours and ours to the limit, and bytes allocated."""
     torch.manual_seed(0)
     function, dtype = FUNCTIONS[case.function], TYPES[case.dtype]
-    shape = (batch, case.channels, case.side, case.side)
+    shape = (batch_size, case.channels, case.side, case.side)
     x, residual, gradient = (
         torch.randn(shape).to(dtype).contiguous(memory_format=LAYOUTS[case.layout]) for _ in range(3)
     )

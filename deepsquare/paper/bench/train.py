@@ -24,42 +24,42 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepsquare import _torchvision  # noqa: F401  # before torchvision
-from deepsquare._files import make_writable
+from deepsquare._files import ensure_writable
 from deepsquare.cost import cost
 from deepsquare.data import cifar10
-from deepsquare.data.in_memory import LabelledImages, MemoryBatches, Normalisation
+from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, Normalization
 from deepsquare.models import create_model
 from deepsquare.paper.cifar10.experiment import SCHEDULES
 from deepsquare.paper.statistics import median, median_ratio
 from deepsquare.results import Row, Store
 from deepsquare.training import CifarRecipe
-from deepsquare.training.loop import Tally, keep_buffers, step
-from deepsquare.training.trainer import Engine, Learner
+from deepsquare.training.loop import EpochMetrics, step, tune_malloc
+from deepsquare.training.trainer import Engine, Trainer
 
 IMAGES_PER_EPOCH = 50_000
-Turn = Callable[[int], None]  # does so many steps
+Workload = Callable[[int], None]  # does so many steps
 
 
-def _bare(data: LabelledImages, recipe: CifarRecipe) -> Turn:
+def _bare(data: LabeledImages, recipe: CifarRecipe) -> Workload:
     """The same steps on one batch that is never changed: what the data pipeline and the loop are held to."""
-    keep_buffers()
-    model, optimiser = _model(recipe)
-    images, labels = next(MemoryBatches(data, recipe.batch).epoch(0))
+    tune_malloc()
+    model, optimizer = _model(recipe)
+    images, labels = next(InMemoryBatches(data, recipe.batch_size).epoch(0))
 
-    def turn(steps: int) -> None:
+    def workload(steps: int) -> None:
         for _ in range(steps):
             loss = F.cross_entropy(model(images), labels)
-            optimiser.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
-            optimiser.step()
+            optimizer.step()
 
-    return turn
+    return workload
 
 
-def _ours(data: LabelledImages, recipe: CifarRecipe) -> Turn:
-    keep_buffers()
-    learner = Learner(_model(recipe)[0], recipe, Engine())
-    batches = MemoryBatches(data, recipe.batch, pad=recipe.pad, flip=recipe.flip)
+def _ours(data: LabeledImages, recipe: CifarRecipe) -> Workload:
+    tune_malloc()
+    trainer = Trainer(_model(recipe)[0], recipe, Engine())
+    batches = InMemoryBatches(data, recipe.batch_size, pad=recipe.pad, flip=recipe.flip)
 
     def endless() -> Iterator[tuple[Tensor, Tensor]]:
         number = 0
@@ -69,20 +69,20 @@ def _ours(data: LabelledImages, recipe: CifarRecipe) -> Turn:
 
     source = endless()
 
-    def turn(steps: int) -> None:
-        tally = Tally()
+    def workload(steps: int) -> None:
+        epoch_metrics = EpochMetrics()
         for _ in range(steps):
-            step(learner, *next(source), recipe.rate, tally)
+            step(trainer, *next(source), recipe.lr, epoch_metrics)
 
-    return turn
+    return workload
 
 
-def _usual(data: LabelledImages, recipe: CifarRecipe, channels_last: bool = False) -> Turn:
+def _usual(data: LabeledImages, recipe: CifarRecipe, channels_last: bool = False) -> Workload:
     from torch.utils.data import DataLoader
     from torchvision import datasets
     from torchvision.transforms import v2
 
-    normalise = Normalisation()
+    normalize = Normalization()
     dataset = datasets.CIFAR10.__new__(datasets.CIFAR10)  # its own __getitem__, on images that were not unpickled
     dataset.data = data.images.permute(0, 2, 3, 1).contiguous().numpy()
     dataset.targets = data.labels.tolist()
@@ -93,14 +93,14 @@ def _usual(data: LabelledImages, recipe: CifarRecipe, channels_last: bool = Fals
             v2.RandomHorizontalFlip(),
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(normalise.mean, normalise.std),
+            v2.Normalize(normalize.mean, normalize.std),
         ]
     )
     workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
     if "fork" in multiprocessing.get_all_start_methods():  # as in a script on Linux; this process was spawned
         workers["multiprocessing_context"] = "fork"
-    loader = DataLoader(dataset, recipe.batch, shuffle=True, drop_last=True, **workers)
-    model, optimiser = _model(recipe, channels_last)
+    loader = DataLoader(dataset, recipe.batch_size, shuffle=True, drop_last=True, **workers)
+    model, optimizer = _model(recipe, channels_last)
 
     def endless() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -108,22 +108,22 @@ def _usual(data: LabelledImages, recipe: CifarRecipe, channels_last: bool = Fals
 
     source = endless()
 
-    def turn(steps: int) -> None:
+    def workload(steps: int) -> None:
         for _ in range(steps):
             images, labels = next(source)
             if channels_last:
                 images = images.contiguous(memory_format=torch.channels_last)
             loss = F.cross_entropy(model(images), labels)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(loss)
-            optimiser.step()
+            optimizer.step()
 
-    return turn
+    return workload
 
 
-def _usual_tuned(data: LabelledImages, recipe: CifarRecipe) -> Turn:
+def _usual_tuned(data: LabeledImages, recipe: CifarRecipe) -> Workload:
     """The usual data with our memory settings: tells what the data pipeline alone is worth."""
-    keep_buffers()
+    tune_malloc()
     return _usual(data, recipe, channels_last=True)
 
 
@@ -132,10 +132,10 @@ def _model(recipe: CifarRecipe, channels_last: bool = True) -> tuple[nn.Module, 
     model = create_model("vanilla_cnn")
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, recipe.optimiser(model)
+    return model, recipe.optimizer(model)
 
 
-CONTESTANTS: dict[str, Callable[[LabelledImages, CifarRecipe], Turn]] = {
+CANDIDATES: dict[str, Callable[[LabeledImages, CifarRecipe], Workload]] = {
     "bare steps on one batch": _bare,
     "deepsquare": _ours,
     "torchvision + DataLoader": _usual,
@@ -158,7 +158,7 @@ class TrainBench:
 
     def __rich__(self) -> Table:
         """The comparison."""
-        bare, ours, usual, _ = CONTESTANTS
+        bare, ours, usual, _ = CANDIDATES
         table = Table(
             title=f"Training the vanilla CNN on CIFAR-10, {self.threads} threads, {len(self.seconds[ours])} rounds",
             caption=f"overhead over bare steps {self.ratio(ours, bare) - 1:+.1%}, "
@@ -187,25 +187,31 @@ def run(
     """
     if rounds < 1 or (steps is not None and steps < 1):
         raise ValueError(f"rounds is {rounds} and steps is {steps}; expected at least 1")
-    make_writable(results)
+    ensure_writable(results)
     data = _source(folder)
     recipe = SCHEDULES["short"]
-    whole = IMAGES_PER_EPOCH // recipe.batch
+    whole = IMAGES_PER_EPOCH // recipe.batch_size
     steps = steps or whole
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     start = time.perf_counter()
-    with _Stage(list(CONTESTANTS), folder) as stage:
-        for name in CONTESTANTS:
+    with _Stage(list(CANDIDATES), folder) as stage:
+        for name in CANDIDATES:
             stage.time(name, min(steps, 20))  # warm
         for _ in range(rounds):
-            for name in CONTESTANTS:
+            for name in CANDIDATES:
                 seconds[name].append(stage.time(name, steps) * whole / steps)
     one_pass = 2 * cost(create_model("vanilla_cnn")).macs
     first = 2 * 27 * 32 * 16 * 16  # the images need no gradient
-    gflop = (3 * one_pass - first) * whole * recipe.batch / 1e9
+    gflop = (3 * one_pass - first) * whole * recipe.batch_size / 1e9
     bench = TrainBench(seconds, gflop, _gemm_speed(), torch.get_num_threads())
     rich.print(bench)
-    described = {"rounds": rounds, "steps": steps, "batch": recipe.batch, "threads": bench.threads, "data": data}
+    described = {
+        "rounds": rounds,
+        "steps": steps,
+        "batch_size": recipe.batch_size,
+        "threads": bench.threads,
+        "data": data,
+    }
     metrics = {"seconds": seconds, "gflop_per_epoch": gflop, "gemm_gflops": bench.gemm}
     row = Row("bench", "train", int(time.time()), described, metrics, round(time.perf_counter() - start, 1))
     Store(results / "bench.jsonl").append(row)
@@ -272,28 +278,28 @@ class _Stage:
 
 
 def _serve(name: str, folder: Path | None, pipe: Any) -> None:
-    turn = CONTESTANTS[name](_images(folder), SCHEDULES["short"])
+    workload = CANDIDATES[name](_images(folder), SCHEDULES["short"])
     pipe.send("ready")
     while steps := pipe.recv():
         start = time.perf_counter()
-        turn(steps)
+        workload(steps)
         pipe.send(time.perf_counter() - start)
 
 
 def _source(folder: Path | None) -> str:
     """What the data are; a wrong folder is an error here, before any process starts."""
     try:
-        cifar10.load(folder)
+        cifar10.load_cifar10(folder)
         return "CIFAR-10"
     except cifar10.DataUnavailableError as error:
         warnings.warn(f"random images stand in for CIFAR-10, which takes the same time: {error}", stacklevel=2)
         return "random images"
 
 
-def _images(folder: Path | None) -> LabelledImages:
+def _images(folder: Path | None) -> LabeledImages:
     try:
-        return cifar10.load(folder).train
+        return cifar10.load_cifar10(folder).train
     except cifar10.DataUnavailableError:
         rng = np.random.default_rng(0)
         images = torch.from_numpy(rng.integers(0, 256, (IMAGES_PER_EPOCH, 3, 32, 32), dtype=np.uint8))
-        return LabelledImages(images, torch.from_numpy(rng.integers(0, 10, IMAGES_PER_EPOCH)))
+        return LabeledImages(images, torch.from_numpy(rng.integers(0, 10, IMAGES_PER_EPOCH)))

@@ -15,9 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from deepsquare.data import cifar10
-from deepsquare.data.in_memory import LabelledImages, MemoryBatches, plain_batches
-from deepsquare.paper.grid.runner import Plainly, Run, run_grid
-from deepsquare.paper.tables import PEERS, TABLE_2, TABLE_3, PaperTable
+from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
+from deepsquare.paper.grid.runner import InMemoryTraining, TrainingRun, run_grid
+from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3, PaperTable
 from deepsquare.results import Store
 from deepsquare.training import CifarRecipe, Evaluation
 
@@ -42,34 +42,34 @@ class Images:
     folder: Path | None = None
     held_out: int = 0
 
-    def __call__(self, run: Run) -> tuple[MemoryBatches, Evaluation]:
+    def __call__(self, run: TrainingRun) -> tuple[InMemoryBatches, Evaluation]:
         """Batches to train on and to evaluate on."""
         train, test = _parts(self.folder, self.held_out)
         recipe = run.recipe
         assert isinstance(recipe, CifarRecipe)
 
         def evaluation() -> Iterable[tuple[Tensor, Tensor]]:
-            return plain_batches(test)
+            return eval_batches(test)
 
-        return MemoryBatches(train, recipe.batch, pad=recipe.pad, flip=recipe.flip, seed=run.seed), evaluation
+        return InMemoryBatches(train, recipe.batch_size, pad=recipe.pad, flip=recipe.flip, seed=run.seed), evaluation
 
 
 @cache
-def _parts(folder: Path | None, held_out: int) -> tuple[LabelledImages, LabelledImages]:
-    data = cifar10.load(folder)
+def _parts(folder: Path | None, held_out: int) -> tuple[LabeledImages, LabeledImages]:
+    data = cifar10.load_cifar10(folder)
     return data.train.split(held_out) if held_out else (data.train, data.test)
 
 
 def methods(*tables: PaperTable) -> dict[str, str]:
     """The distinct models of the tables by label; one that stands in several has one label, that of the first."""
     labels: dict[str, str] = {}
-    for entry in (*TABLE_2.entries, *TABLE_3.entries, *PEERS.entries):
+    for entry in (*TABLE_2.entries, *TABLE_3.entries, *BASELINES_TABLE.entries):
         labels.setdefault(entry.spec, entry.label)
     wanted = {entry.spec for table in tables for entry in table.entries}
     return {label: spec for spec, label in labels.items() if spec in wanted}
 
 
-def plan(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[Run]:
+def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
     """The runs of the tables, or of some rows by their labels, seed after seed; each model once."""
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; expected at least 1")
@@ -78,7 +78,7 @@ def plan(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence
         raise ValueError(f"no row is called {', '.join(sorted(unknown))}; the rows are {', '.join(specs)}")
     wanted = {specs[label] for label in rows or specs}
     return [
-        Run("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
+        TrainingRun("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
         for seed in range(seeds)
         for label, spec in methods(*tables).items()
         if spec in wanted
@@ -97,9 +97,9 @@ def run_tables(
     ray: str | None = None,
 ) -> None:
     """Train every model of the tables under each seed and add the rows to ``cifar10.jsonl``."""
-    runs = plan(tables, schedule, seeds, rows)
-    cifar10.load(folder)  # fetched once, and a clear word before any process starts
-    run_grid(runs, Plainly(Images(folder)), Store(results / "cifar10.jsonl"), processes=processes, ray=ray)
+    runs = table_runs(tables, schedule, seeds, rows)
+    cifar10.load_cifar10(folder)  # fetched once, and a clear word before any process starts
+    run_grid(runs, InMemoryTraining(Images(folder)), Store(results / "cifar10.jsonl"), processes=processes, ray=ray)
 
 
 def choose_recipe(
@@ -110,9 +110,10 @@ def choose_recipe(
     ray: str | None = None,
 ) -> None:
     """Train the *Original* network by every candidate, judged on images held out from training."""
-    cifar10.load(folder)
+    cifar10.load_cifar10(folder)
     runs = [
-        Run("cifar10-recipe", name, 0, "vanilla_cnn", "", "candidate", recipe) for name, recipe in CANDIDATES.items()
+        TrainingRun("cifar10-recipe", name, 0, "vanilla_cnn", "", "candidate", recipe)
+        for name, recipe in CANDIDATES.items()
     ]
     store = Store(results / "cifar10_recipe.jsonl")
-    run_grid(runs, Plainly(Images(folder, HELD_OUT)), store, processes=processes, ray=ray)
+    run_grid(runs, InMemoryTraining(Images(folder, HELD_OUT)), store, processes=processes, ray=ray)

@@ -1,7 +1,7 @@
 """Accuracy of the proxies' networks in their runtimes, float32 and int8: what eight bits cost, with a square or not.
 
 The networks are those that ``deepsquare reproduce proxy`` trained, on class folders. Ranges come from training
-pictures; the accuracy is of all validation pictures.
+images; the accuracy is of all validation images.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.checkpoint import Pictures, load, read_pictures
+from deepsquare.checkpoint import Preprocessing, load, read_preprocessing
 from deepsquare.data.folders import FolderSource
 from deepsquare.data.splits import open_source
-from deepsquare.export import export, open_program
-from deepsquare.export.images import CALIBRATING, COMPARED, read_pictures_of, sample
-from deepsquare.export.runtime import ENDINGS
+from deepsquare.export import export, load_exported
+from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files
+from deepsquare.export.runtime import SUFFIXES
 from deepsquare.results import Row, Store, key
 
-AT_ONCE = 100  # pictures
+BATCH_SIZE = 100  # images
 NAME = re.compile(r"([^.].*)-seed(\d+)")  # of a trained network's file
 
 
@@ -44,27 +44,30 @@ def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/
     val = open_source(data, "val")
     if not isinstance(val, FolderSource):
         raise ValueError(f"{data} has shards; give one with class folders")
-    files, learnt = [Path(val.name(index)) for index in range(len(val))], sample(data / "train", CALIBRATING)
+    files, learnt = (
+        [Path(val.name(index)) for index in range(len(val))],
+        sample_files(data / "train", CALIBRATION_IMAGES),
+    )
     for file in trained:
         name, seed = _name(file)
         if rows and name not in rows:
             continue
-        pictures = read_pictures(file)
-        if pictures is None:
+        preprocessing = read_preprocessing(file)
+        if preprocessing is None:
             print(f"{file.name} does not say what it was shown, and is left out")
             continue
-        for runtime, precision in product(ENDINGS, ("float32", "int8")):
+        for runtime, precision in product(SUFFIXES, ("float32", "int8")):
             described = {
                 "runtime": runtime, "precision": precision, "calibration": len(learnt) if precision == "int8" else 0,
-                "pictures": len(files), "size": pictures.size,
+                "images": len(files), "size": preprocessing.size,
             }  # fmt: skip
             if key("int8", name, seed, described) in done:
                 continue
             start = time.perf_counter()
-            shown, calibration = (read_pictures_of(some, pictures) for some in (files, learnt))
+            shown, calibration = (load_images(some, preprocessing) for some in (files, learnt))
             ranges = calibration if precision == "int8" else None
             try:
-                metrics = _measure(load(file), pictures, ENDINGS[runtime], shown, val.labels, ranges)
+                metrics = _measure(load(file), preprocessing, SUFFIXES[runtime], shown, val.labels, ranges)
             except ValueError as error:  # of a network that diverged, for one
                 print(f"{name}, seed {seed}, {runtime}, {precision}: left out: {error}", flush=True)
                 continue
@@ -81,7 +84,7 @@ def _name(file: Path) -> tuple[str, int]:
 
 def _measure(
     model: nn.Module,
-    pictures: Pictures,
+    preprocessing: Preprocessing,
     ending: str,
     shown: Tensor,
     labels: Tensor,
@@ -89,15 +92,17 @@ def _measure(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / f"model{ending}"
-        made = export(model, place, pictures, images=shown[:: max(1, len(shown) // COMPARED)], calibration=calibration)
-        program = open_program(place)
-        said = torch.cat([program(part) for part in torch.split(shown, AT_ONCE)])
+        made = export(
+            model, place, preprocessing, images=shown[:: max(1, len(shown) // PARITY_IMAGES)], calibration=calibration
+        )
+        program = load_exported(place)
+        said = torch.cat([program(part) for part in torch.split(shown, BATCH_SIZE)])
     finite = said.isfinite().all(1)
     return {
         "accuracy": float(((said.argmax(1) == labels) & finite).float().mean()),
         "overflows": int((~finite).sum()),
-        "difference": made.difference,
-        "agreement": made.agreement,
+        "max_rel_error": made.max_rel_error,
+        "top1_agreement": made.top1_agreement,
         "bytes": made.size,
-        "outside": made.outside,
+        "undelegated_ops": made.undelegated_ops,
     }

@@ -1,6 +1,6 @@
 """Proof that exported networks say what their models say: every technique, in every runtime.
 
-The weights are drawn, not trained, with batch normalisation set to the statistics of the input; pictures are noise.
+The weights are drawn, not trained, with batch normalisation set to the statistics of the input; images are noise.
 Nothing here depends on what a network has learnt.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deepsquare._files import make_writable
-from deepsquare.checkpoint import Pictures
+from deepsquare._files import ensure_writable
+from deepsquare.checkpoint import Preprocessing
 from deepsquare.export import ExportError, export
-from deepsquare.export.runtime import ENDINGS, Runtime, needed
+from deepsquare.export.runtime import SUFFIXES, Runtime, require
 from deepsquare.models import create_model
 from deepsquare.results import Row, Store, key
 
@@ -29,9 +29,9 @@ MODELS = (
     "timm/efficientnet_lite0", "timm/mobilenetv3_small_100",
 )  # fmt: skip
 SPECS = ("", "pooling", "softmin", "excitation", "encoding", "pooling+excitation")
-PEERS = ("se", "ge_theta", "gsop", "isqrt_cov")
-PEERS_OF = "resnet18"
-COMPARED, SIDE = 8, 224
+BASELINE_SPECS = ("se", "ge_theta", "gsop", "isqrt_cov")
+BASELINES_MODEL = "resnet18"
+PARITY_IMAGES, SIDE = 8, 224
 
 
 def run_parity(*, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
@@ -39,47 +39,50 @@ def run_parity(*, rows: Sequence[str] = (), results: Path = Path("out/results"))
     if wrong := set(rows) - {*MODELS}:
         raise ValueError(f"rows are models here; {', '.join(sorted(wrong))} is none of {', '.join(MODELS)}")
     for module in ("onnx", "onnxscript", "onnxruntime", "executorch.runtime"):
-        needed(module)
-    make_writable(results)
+        require(module)
+    ensure_writable(results)
     store = Store(results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
-    cases = [*product(MODELS, SPECS), *product((PEERS_OF,), PEERS)]
-    for (name, spec), runtime in product([case for case in cases if not rows or case[0] in rows], ENDINGS):
-        described = {"runtime": runtime, "precision": "float32", "pictures": COMPARED, "size": SIDE}
+    cases = [*product(MODELS, SPECS), *product((BASELINES_MODEL,), BASELINE_SPECS)]
+    for (name, spec), runtime in product([case for case in cases if not rows or case[0] in rows], SUFFIXES):
+        described = {"runtime": runtime, "precision": "float32", "images": PARITY_IMAGES, "size": SIDE}
         label = f"{name}+{spec}" if spec else name
         if key("parity", label, 0, described) in done:
             continue
         start = time.perf_counter()
         metrics = _metrics(name, spec, runtime)
         store.append(Row("parity", label, 0, described, metrics, round(time.perf_counter() - start, 1)))
-        told = metrics["refused"] or f"differs by {metrics['difference']:.1e}, agreement {metrics['agreement']:.0%}"
+        told = (
+            metrics["refused"]
+            or f"differs by {metrics['max_rel_error']:.1e}, agreement {metrics['top1_agreement']:.0%}"
+        )
         print(f"{label}, {runtime}: {told}", flush=True)
 
 
 def _metrics(name: str, spec: str, runtime: Runtime) -> dict[str, object]:
-    images = torch.randn(COMPARED, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    model = untrained(name, spec, images)
+    images = torch.randn(PARITY_IMAGES, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    model = random_init_model(name, spec, images)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = export(model, Path(folder) / f"model{ENDINGS[runtime]}", Pictures((), SIDE), images=images)
+            made = export(model, Path(folder) / f"model{SUFFIXES[runtime]}", Preprocessing((), SIDE), images=images)
         except ExportError as error:
             return {"refused": str(error)}
     return {
-        "refused": None, "difference": made.difference, "rounding": made.rounding, "agreement": made.agreement,
-        "bytes": made.size, "outside": made.outside, "squares_outside": made.squares_outside,
+        "refused": None, "max_rel_error": made.max_rel_error, "fp32_error": made.fp32_error, "top1_agreement": made.top1_agreement,
+        "bytes": made.size, "undelegated_ops": made.undelegated_ops, "undelegated_muls": made.undelegated_muls,
     }  # fmt: skip
 
 
-def untrained(name: str, spec: str, images: Tensor) -> nn.Module:
+def random_init_model(name: str, spec: str, images: Tensor) -> nn.Module:
     """A model for the test phase with weights as drawn, batch normalisation having the statistics of ``images``."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*γ = 0")
         model = create_model(name, spec)
-    return calibrated(model, images)
+    return recalibrate_batchnorm(model, images)
 
 
-def calibrated(model: nn.Module, images: Tensor) -> nn.Module:
+def recalibrate_batchnorm(model: nn.Module, images: Tensor) -> nn.Module:
     """``model`` for the test phase, its batch normalisation having the statistics of ``images``."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]

@@ -27,7 +27,7 @@ from matplotlib.patches import Rectangle
 from rich.markup import escape
 from rich.table import Table
 
-from deepsquare._files import make_writable, replacing
+from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.paper.fig2.regions import (
     Activation,
     Network,
@@ -39,10 +39,10 @@ from deepsquare.paper.fig2.regions import (
 )
 from deepsquare.results import conditions
 
-Draw: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], npt.NDArray[Any]]
+Sampler: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], npt.NDArray[Any]]
 Pair: TypeAlias = tuple[int, int]  # the components of a network's two regions, the fewer first
 
-DISTRIBUTIONS: Mapping[str, Draw] = {
+DISTRIBUTIONS: Mapping[str, Sampler] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "uniform": lambda rng, shape: rng.uniform(-1, 1, shape),
     "integers": lambda rng, shape: rng.integers(-3, 4, shape),  # zeros and ties: the degenerate cases
@@ -63,7 +63,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class CaseCount:
     """One case under one distribution: the counts found among the networks drawn."""
 
     case: Case
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: a network, where to write the names of its regions, and a window that misleads."""
+    """One image: a network, where to write the names of its regions, and a window that misleads."""
 
     title: str
     network: Network
@@ -125,7 +125,7 @@ PANELS = (
 class Fig2Result:
     """What was counted, and where the figure and the rows are."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CaseCount, ...]
     figure: Path
     results: Path
 
@@ -168,18 +168,18 @@ def run(
     if networks < 1:
         raise ValueError(f"networks is {networks}; expected at least 1")
     for folder in (figures, results):
-        make_writable(folder)
+        ensure_writable(folder)
     rows = [row for index in range(len(DISTRIBUTIONS)) for row in count(index, seed, networks)]
     result = Fig2Result(tuple(rows), figures / "fig2.png", results / "fig2.json")
-    with replacing(result.figure) as path:
+    with atomic_write(result.figure) as path:
         path.write_bytes(draw())
-    with replacing(result.results) as path:
+    with atomic_write(result.results) as path:
         path.write_text(json.dumps(record(result, seed), indent=1, ensure_ascii=False) + "\n")
     rich.print(result)
     return result
 
 
-def count(index: int, seed: int, networks: int) -> list[Row]:
+def count(index: int, seed: int, networks: int) -> list[CaseCount]:
     """The rows of one distribution. Rank 1 is drawn too: the same networks, A's rows made proportional."""
     name, distribution = list(DISTRIBUTIONS.items())[index]
     rng = np.random.default_rng([seed, index])
@@ -191,7 +191,7 @@ def count(index: int, seed: int, networks: int) -> list[Row]:
     for case in CASES:
         cases = [net for net in drawn[case.rank] if net.rank == case.rank and case.applies(net)]
         counts = (sorted(components(net, case.activation)) for net in cases)
-        rows.append(Row(case, name, networks, Counter((low, high) for low, high in counts)))
+        rows.append(CaseCount(case, name, networks, Counter((low, high) for low, high in counts)))
     return rows
 
 

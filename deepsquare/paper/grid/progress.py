@@ -15,7 +15,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from deepsquare.paper.grid.backend import Done
-    from deepsquare.paper.grid.runner import Run
+    from deepsquare.paper.grid.runner import TrainingRun
 
 
 class Progress:
@@ -24,7 +24,7 @@ class Progress:
     def __init__(self, runs: int, done: int) -> None:
         self.console = Console(stderr=True)
         self.runs, self.done, self.workers = runs, done, 1
-        self._waiting: dict[str, Run] = {}
+        self._waiting: dict[str, TrainingRun] = {}
         self._active: dict[str, Mapping[str, Any]] = {}
         self._spent, self._epochs = 0.0, 0
 
@@ -33,7 +33,7 @@ class Progress:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def shown(self, waiting: Sequence[Run], workers: int) -> Iterator[None]:
+    def shown(self, waiting: Sequence[TrainingRun], workers: int) -> Iterator[None]:
         """Show the table, where there is a terminal, while the block runs."""
         self._waiting, self.workers = {run.key: run for run in waiting}, workers
         if self.console.is_terminal:
@@ -49,7 +49,7 @@ class Progress:
         self._epochs += seen["epochs"] - before["epochs"]
         self._active[key] = seen
 
-    def finish(self, run: Run, done: Done) -> None:
+    def finish(self, run: TrainingRun, done: Done) -> None:
         """A run has ended."""
         self._active.pop(run.key, None)
         self._waiting.pop(run.key, None)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepsquare._files import make_writable
+from deepsquare._files import ensure_writable
 from deepsquare._threads import cores
 from deepsquare.models import create_model
 from deepsquare.paper.grid.backend import Backend, LocalBackend, RayBackend
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.results import Row, Store, key
-from deepsquare.training import Batches, DivergedError, Evaluation, History, Learner, Recipe, fit
+from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
 
 try:
     import fcntl
@@ -30,12 +30,12 @@ except ImportError:  # Windows: one grid at a time
     fcntl = None  # type: ignore[assignment]
 
 Report = Callable[[str, Mapping[str, Any]], None]
-DataSource = Callable[["Run"], tuple[Batches, Evaluation]]
-Work = Callable[["Run", Path, Report], Row]  # does a run, or goes on with it from the checkpoint at that path
+DataSource = Callable[["TrainingRun"], tuple[Batches, Evaluation]]
+Work = Callable[["TrainingRun", Path, Report], Row]  # does a run, or goes on with it from the checkpoint at that path
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training run: a row of an experiment under one seed, by a named schedule."""
 
     experiment: str
@@ -66,7 +66,7 @@ class Run:
 class Task:
     """A run with what a worker needs to do it, wherever it is."""
 
-    run: Run
+    run: TrainingRun
     work: Work
     store: Path
 
@@ -79,28 +79,28 @@ class Task:
             return self.work(self.run, checkpoint_of(self.run, self.store), report)
 
 
-def checkpoint_of(run: Run, store: Path) -> Path:
+def checkpoint_of(run: TrainingRun, store: Path) -> Path:
     """Where a run keeps its last epoch: in a hidden folder beside the store."""
     return store.parent / ".runs" / f"{hashlib.sha256(run.key.encode()).hexdigest()[:24]}.pt"
 
 
 @dataclass(frozen=True)
-class Plainly:
+class InMemoryTraining:
     """A run on batches in memory. The same seed means the same first weights, batches, crops and flips."""
 
     data: DataSource
 
-    def __call__(self, run: Run, checkpoint: Path | None, report: Report) -> Row:
+    def __call__(self, run: TrainingRun, checkpoint: Path | None, report: Report) -> Row:
         """Train one model and make its row."""
         batches, evaluation = self.data(run)
         torch.manual_seed(run.seed)
         model = create_model(run.model, run.spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return row_of(run, model, batches, evaluation, checkpoint, report)
+        return train_to_row(run, model, batches, evaluation, checkpoint, report)
 
 
-def row_of(
-    run: Run,
-    learner: nn.Module | Learner,
+def train_to_row(
+    run: TrainingRun,
+    trainer: nn.Module | Trainer,
     batches: Batches,
     evaluation: Evaluation,
     checkpoint: Path | None,
@@ -114,7 +114,7 @@ def row_of(
 
     try:
         history = fit(
-            learner, batches, run.recipe, evaluation, checkpoint=checkpoint, identity=run.key, on_epoch=on_epoch
+            trainer, batches, run.recipe, evaluation, checkpoint=checkpoint, identity=run.key, on_epoch=on_epoch
         )
     except DivergedError as error:
         history, diverged = error.history, str(error)
@@ -123,7 +123,7 @@ def row_of(
 
 
 def run_grid(
-    runs: Sequence[Run], work: Work, store: Store, *, processes: int | None = None, ray: str | None = None
+    runs: Sequence[TrainingRun], work: Work, store: Store, *, processes: int | None = None, ray: str | None = None
 ) -> None:
     """Do every run that the store has no row of, and add the rows as they come."""
     present = {row.key for row in store.rows()}
@@ -134,7 +134,7 @@ def run_grid(
         return
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}; expected at least 1")
-    make_writable(store.path.parent)
+    ensure_writable(store.path.parent)
     checkpoint_of(waiting[0], store.path).parent.mkdir(exist_ok=True)
     workers = min(processes or cores(), len(waiting))
     tasks = {run.key: Task(run, work, store.path) for run in waiting}

@@ -1,4 +1,4 @@
-"""The peers: what each costs beside the plain network, by ``deepsquare bench models``; and Table 6 as a picture."""
+"""The peers: what each costs beside the plain network, by ``deepsquare bench models``; and Table 6 as a image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {"gsop1": "GSoP-Net1", "gsop2": "GSoP-Net2"} | {word: technique.title fo
 
 
 @dataclass(frozen=True)
-class Measured:
+class SpecTimes:
     """A spec on a backbone: what it costs, what it adds, and how many times as long each kind of work takes."""
 
     spec: str
@@ -46,7 +46,7 @@ class Backbone:
 
     name: str
     threads: int
-    specs: Mapping[str, Measured]
+    specs: Mapping[str, SpecTimes]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def backbones(rows: Sequence[Row]) -> dict[str, Backbone]:
     }
 
 
-def _measured(spec: str, rows: Sequence[Row]) -> Measured:
+def _measured(spec: str, rows: Sequence[Row]) -> SpecTimes:
     own = [row for row in rows if spec in row.metrics]
     own = [row for row in own if (row.commit, row.hardware) == (own[-1].commit, own[-1].hardware)]
     seconds = [row.metrics[spec]["seconds"] for row in own]
@@ -84,11 +84,11 @@ def _measured(spec: str, rows: Sequence[Row]) -> Measured:
         }
 
     base, cost = (Cost(**own[-1].metrics[name]["cost"]) for name in ("", spec))
-    return Measured(spec, cost, base, ratios("own"), ratios("without_kernels"))
+    return SpecTimes(spec, cost, base, ratios("own"), ratios("without_kernels"))
 
 
 def accuracy_against_time(resnet50: Backbone | None) -> Markup | None:
-    """Table 6 as a picture: the paper's accuracy over the time that we measured for a single image."""
+    """Table 6 as a image: the paper's accuracy over the time that we measured for a single image."""
     if resnet50 is None:
         return None
     plain = next(entry for entry in TABLE_5.entries if entry.spec == "")

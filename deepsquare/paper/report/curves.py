@@ -57,7 +57,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Forest:
-    """The rows of a forest chart (label, what it shows in words, picture) and its axis."""
+    """The rows of a forest chart (label, what it shows in words, image) and its axis."""
 
     rows: tuple[tuple[str, str, Markup], ...]
     axis: Markup
@@ -141,7 +141,7 @@ def _axis(scale: Scale) -> Markup:
 
 @dataclass(frozen=True)
 class Curves:
-    """The panels of one schedule: label, what is missing, picture."""
+    """The panels of one schedule: label, what is missing, image."""
 
     schedule: Schedule
     panels: tuple[tuple[str, str, Markup], ...]

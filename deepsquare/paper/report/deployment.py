@@ -1,4 +1,4 @@
-"""Deployed networks: how they differ from their models, what eight bits cost, and how long a picture takes."""
+"""Deployed networks: how they differ from their models, what eight bits cost, and how long a image takes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Parity:
 
     name: str
     specs: int
-    rounding: float | None  # the largest of PyTorch's own float32
-    difference: Mapping[str, float]  # by runtime
-    agreement: Mapping[str, float]  # the least
-    squares_outside: int
+    fp32_error: float | None  # the largest of PyTorch's own float32
+    max_rel_error: Mapping[str, float]  # by runtime
+    top1_agreement: Mapping[str, float]  # the least
+    undelegated_muls: int
     refused: Sequence[str]
 
 
@@ -47,7 +47,7 @@ class Quantised:
     seed: int
     float32: float
     int8: Mapping[str, float]
-    overflows: int  # pictures without finite logits, in float32
+    overflows: int  # images without finite logits, in float32
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def parities(rows: Sequence[Row]) -> list[Parity]:
             Parity(
                 name,
                 len({row.row for row in mine}),
-                max((row.metrics["rounding"] for row in made), default=None),
-                {kind: max(m["difference"] for m in own) for kind, own in by_runtime.items() if own},
-                {kind: min(m["agreement"] for m in own) for kind, own in by_runtime.items() if own},
-                sum(row.metrics["squares_outside"] for row in made),
+                max((row.metrics["fp32_error"] for row in made), default=None),
+                {kind: max(m["max_rel_error"] for m in own) for kind, own in by_runtime.items() if own},
+                {kind: min(m["top1_agreement"] for m in own) for kind, own in by_runtime.items() if own},
+                sum(row.metrics["undelegated_muls"] for row in made),
                 [f"{RUNTIMES[row.recipe['runtime']]}: {row.metrics['refused']}" for row in mine if row not in made],
             )
         )

@@ -38,7 +38,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """A row that trained a model of the tables; accuracies in per cent."""
 
     schedule: Schedule
@@ -53,7 +53,7 @@ class Run:
     date: str
 
     @classmethod
-    def of(cls, row: Row) -> Run | None:
+    def of(cls, row: Row) -> RunResult | None:
         """The run of a row; None for a row of another kind."""
         if not {"model", "spec", "epochs"} <= row.recipe.keys() or not {"accuracy", "top1"} & row.metrics.keys():
             return None
@@ -64,7 +64,7 @@ class Run:
             raise ValueError(reason) from error
 
     @classmethod
-    def _of(cls, row: Row) -> Run:
+    def _of(cls, row: Row) -> RunResult:
         recipe, metrics = row.recipe, row.metrics
         epochs = int(recipe["epochs"])
         schedule = Schedule(row.experiment, str(recipe.get("schedule", "runs")), epochs)
@@ -93,7 +93,7 @@ def _percent(fraction: float | None) -> float | None:
 class Result:
     """An entry under one schedule. Diverged runs are counted, and left out of the means."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunResult, ...]
     accuracy: Interval | None
     top5: Interval | None
     improvement: Interval | None
@@ -134,7 +134,7 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def load(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
+def load_rows(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
     """The rows of every store in the folders, each run once, and notes on what is wrong with the files."""
     rows: dict[str, Row] = {}
     notes: list[str] = []
@@ -163,7 +163,7 @@ def _is_store(path: Path) -> bool:
 
 def find(table: PaperTable, rows: Sequence[Row]) -> Findings:
     """Hold the rows against the entries of a table."""
-    runs = [run for row in rows if (run := Run.of(row)) and _belongs(run, table)]
+    runs = [run for row in rows if (run := RunResult.of(row)) and _belongs(run, table)]
     own_epochs = {entry.epochs for entry in table.entries} - {None}
     chosen, notes = _latest_recipes(runs, own_epochs)
     order = sorted({run.schedule for run in chosen}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
@@ -172,7 +172,7 @@ def find(table: PaperTable, rows: Sequence[Row]) -> Findings:
     return Findings(table, tuple(order), recipes, lines, tuple(notes))
 
 
-def _belongs(run: Run, table: PaperTable) -> bool:
+def _belongs(run: RunResult, table: PaperTable) -> bool:
     on_cifar = run.schedule.experiment == "cifar10"
     continued = run.schedule.name.endswith("continued")
     on_imagenet = not run.schedule.experiment.startswith("cifar") and not continued
@@ -181,13 +181,13 @@ def _belongs(run: Run, table: PaperTable) -> bool:
     return run.model in models and on_data[table.data]
 
 
-def _latest_recipes(runs: Sequence[Run], own_epochs: set[int | None]) -> tuple[list[Run], list[str]]:
+def _latest_recipes(runs: Sequence[RunResult], own_epochs: set[int | None]) -> tuple[list[RunResult], list[str]]:
     """Keep one recipe for each schedule name of a model: the one that ran last."""
-    groups: dict[tuple[str, str, str, int], dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[tuple[str, str, str, int], dict[str, list[RunResult]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         own = run.schedule.epochs if run.schedule.epochs in own_epochs else 0
         groups[run.schedule.experiment, run.schedule.name, run.model, own][run.recipe].append(run)
-    kept: list[Run] = []
+    kept: list[RunResult] = []
     notes = []
     for (experiment, name, model, _), recipes in groups.items():
         latest = max(recipes.values(), key=lambda same: max(run.date for run in same))
@@ -201,7 +201,7 @@ def _latest_recipes(runs: Sequence[Run], own_epochs: set[int | None]) -> tuple[l
     return kept, notes
 
 
-def _line(table: PaperTable, entry: Entry, runs: Sequence[Run], order: Sequence[Schedule]) -> Line:
+def _line(table: PaperTable, entry: Entry, runs: Sequence[RunResult], order: Sequence[Schedule]) -> Line:
     base = next((other for other in table.entries if other.model == entry.model and other.spec == ""), None)
     is_base = entry is base
     claim = None
@@ -219,15 +219,17 @@ def _line(table: PaperTable, entry: Entry, runs: Sequence[Run], order: Sequence[
     return Line(entry, claim, is_base, results)
 
 
-def _of(runs: Sequence[Run], schedule: Schedule, entry: Entry) -> tuple[Run, ...]:
-    found: dict[int, Run] = {}  # one for a seed, whatever its label
+def _of(runs: Sequence[RunResult], schedule: Schedule, entry: Entry) -> tuple[RunResult, ...]:
+    found: dict[int, RunResult] = {}  # one for a seed, whatever its label
     for run in runs:
         if (run.schedule, run.model, run.spec) == (schedule, entry.model, entry.spec):
             found.setdefault(run.seed, run)
     return tuple(found[seed] for seed in sorted(found))
 
 
-def _result(claim: float | None, mine: tuple[Run, ...], base: tuple[Run, ...], compared: bool, claimed: bool) -> Result:
+def _result(
+    claim: float | None, mine: tuple[RunResult, ...], base: tuple[RunResult, ...], compared: bool, claimed: bool
+) -> Result:
     ours, theirs = (
         {run.seed: run.accuracy for run in runs if run.accuracy is not None and not run.diverged}
         for runs in (mine, base)

@@ -1,4 +1,4 @@
-"""Figures 2 to 6: what each claims, what was found, and the picture as a part of the page."""
+"""Figures 2 to 6: what each claims, what was found, and the image as a part of the page."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Count:
     holds: bool | None
 
 
-def picture(name: str, folders: Sequence[Path]) -> str | None:
+def image(name: str, folders: Sequence[Path]) -> str | None:
     """The PNG as a data URI, from the first folder that has it."""
     for folder in folders:
         path = Path(folder) / name

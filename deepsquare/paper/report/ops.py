@@ -1,4 +1,4 @@
-"""The functions beside the limit of the memory, by ``deepsquare bench ops``: tables, and a roofline as a picture."""
+"""The functions beside the limit of the memory, by ``deepsquare bench ops``: tables, and a roofline as a image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAPS = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class OpTimes:
     """A function in one layout and type, on each map."""
 
     function: str
@@ -64,22 +64,22 @@ class Measured:
         return float(found[self.kinds[0]]["allocated"][who] / found["bytes"])
 
 
-def measured(rows: Sequence[Row]) -> list[Measured]:
+def measured(rows: Sequence[Row]) -> list[OpTimes]:
     """The last measurement of each function, layout and type."""
     found = {}
     for row in sorted(rows, key=lambda row: row.date):
         if row.experiment == "bench" and row.row.startswith("ops/"):
             _, function, layout, dtype = row.row.split("/")
-            found[row.row] = Measured(function, layout, dtype, row)
+            found[row.row] = OpTimes(function, layout, dtype, row)
     return sorted(found.values(), key=lambda m: (list(TITLES).index(m.function), m.dtype != "float32"))
 
 
-def rooflines(found: Sequence[Measured]) -> list[tuple[str, Markup]]:
+def rooflines(found: Sequence[OpTimes]) -> list[tuple[str, Markup]]:
     """For each function: how many bytes a second it moves, over the size of the map, under the roof of the limit."""
     return [(m.title, _roofline(m)) for m in found if (m.layout, m.dtype) == ("contiguous", "float32")]
 
 
-def _roofline(found: Measured) -> Markup:
+def _roofline(found: OpTimes) -> Markup:
     points: dict[str, list[tuple[float, float]]] = {"limit": [], "ours": [], "compiled": [], "formula": []}
     by_size = {case["bytes"]: case for case in reversed(list(found.maps.values()))}  # of one size, the first
     for case in (by_size[size] for size in sorted(by_size)):

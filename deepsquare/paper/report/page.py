@@ -11,12 +11,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from deepsquare._files import make_writable, replacing
+from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.cost import cost_of, short
 from deepsquare.paper import verdict
 from deepsquare.paper.report import baselines, curves, deployment, figures, network, ops, spirals
-from deepsquare.paper.report.evidence import Findings, Line, Run, Schedule, find, load
-from deepsquare.paper.tables import CONTINUED, PEERS, TABLES
+from deepsquare.paper.report.evidence import Findings, Line, RunResult, Schedule, find, load_rows
+from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
 from deepsquare.results import Row
 
@@ -37,10 +37,10 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
 
     Args:
         results: folders with stores; a run that several of them have is taken from the first.
-        figures: folders with pictures; the first that has one gives it.
+        figures: folders with images; the first that has one gives it.
         output: folder of the page, made if missing.
     """
-    make_writable(Path(output))
+    ensure_writable(Path(output))
     content = gather(results, figures)
     templates = Environment(
         loader=PackageLoader("deepsquare.paper.report"),
@@ -57,19 +57,19 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
     }
     for name in ("summary.md", "index.html"):
         text = templates.get_template(f"{name}.j2").render(content)
-        with replacing(Path(output) / name) as path:
+        with atomic_write(Path(output) / name) as path:
             path.write_text(text, encoding="utf-8")
     return Path(output) / "index.html"
 
 
-def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
+def gather(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
     """Everything the templates show."""
-    rows, notes = load(results)
+    rows, notes = load_rows(results)
     tables = [find(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     claims = summary(cifar)
     measured = baselines.backbones(rows)
-    found_peers = find(PEERS, rows)
+    found_peers = find(BASELINES_TABLE, rows)
     functions = ops.measured(rows)
     return {
         "rule": verdict,
@@ -77,8 +77,8 @@ def gather(results: Sequence[Path], pictures: Sequence[Path]) -> dict[str, Any]:
         "verdicts": [(kind, [claim for claim in claims if claim.verdict is kind]) for kind in (*Verdict, None)],
         "judged_on": Counter(claim.schedule.label for claim in claims if claim.schedule and claim.enough).most_common(),
         "too_few": sum(claim.verdict is not None and not claim.enough for claim in claims),
-        "figures": [_figure(figure, rows, results, pictures) for figure in figures.FIGURES],
-        "settings_picture": figures.picture("spirals_settings.png", pictures),
+        "figures": [_figure(figure, rows, results, images) for figure in figures.FIGURES],
+        "settings_image": figures.image("spirals_settings.png", images),
         "spirals": spirals,
         "activation_costs": spirals.costs(rows),
         "ablations": spirals.ablations(rows),
@@ -115,12 +115,12 @@ def summary(tables: Sequence[Findings]) -> list[Claim]:
 
 
 def _figure(
-    figure: figures.Figure, rows: Sequence[Row], results: Sequence[Path], pictures: Sequence[Path]
+    figure: figures.Figure, rows: Sequence[Row], results: Sequence[Path], images: Sequence[Path]
 ) -> dict[str, Any]:
     counts = figures.fig2_counts(results) if figure.number == 2 else []
     finals = spirals.finals(rows, figure.task, figure.smoothness) if figure.task else None
-    picture = figures.picture(figure.file, pictures)
-    return {"figure": figure, "picture": picture, "counts": counts, "finals": finals}
+    image = figures.image(figure.file, images)
+    return {"figure": figure, "image": image, "counts": counts, "finals": finals}
 
 
 def _cost(line: Line) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "used": {k: v for k, v in row.recipe.items() if k not in varying} in used,
         }
         for row in rows
-        if row.experiment == "cifar10-recipe" and Run.of(row) and not row.metrics.get("diverged")
+        if row.experiment == "cifar10-recipe" and RunResult.of(row) and not row.metrics.get("diverged")
     ]
     return sorted(found, key=lambda candidate: -candidate["accuracy"])
 
@@ -149,7 +149,7 @@ def candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What each experiment of the page ran on, and how much of it."""
     found = []
-    rows = [row for row in rows if row.experiment in ("fig2", "spirals") or Run.of(row)]
+    rows = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.of(row)]
     for experiment in sorted({row.experiment for row in rows}):
         mine = [row for row in rows if row.experiment == experiment]
         dates = sorted(row.date[:10] for row in mine if row.date)

@@ -22,5 +22,5 @@ def text(parent: Element, words: str, **attributes: str | float) -> None:
 
 
 def markup(element: Element) -> Markup:
-    """The picture for a template."""
+    """The image for a template."""
     return Markup(tostring(element, encoding="unicode"))

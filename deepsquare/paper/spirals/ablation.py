@@ -1,7 +1,7 @@
 """Why ReLU-Square can lose on the one-arm spiral, by small experiments of ReLU against ReLU-Square.
 
 ``by_data``: how many turns and how much noise, against the number of steps. ``by_length``: a longer training, and
-one whose rate falls to zero. ``by_optimiser``: the same networks without noise under Adam and under a second-order
+one whose rate falls to zero. ``by_optimizer``: the same networks without noise under Adam and under a second-order
 method, which no bad conditioning slows down. ``at_start``: how ill-conditioned the problem is before training, and
 how many units bend within the range of the times.
 """
@@ -85,7 +85,7 @@ def by_length(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def by_optimiser(seeds: Sequence[int], steps: int, iterations: int) -> list[dict[str, Any]]:
+def by_optimizer(seeds: Sequence[int], steps: int, iterations: int) -> list[dict[str, Any]]:
     """Median squared error of noiseless trajectories after Adam, and after Levenberg–Marquardt's method."""
 
     def medians(activation: str) -> Tensor:

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from deepsquare.paper.spirals.data import NOISE, Array, trajectory
 from deepsquare.paper.spirals.measures import TIMES, boundary_turn, largest_turn, on_grid, paths
-from deepsquare.paper.spirals.tuning import LENGTHS, RATES, Trained, Tuned, quantiles
+from deepsquare.paper.spirals.tuning import LENGTHS, LRS, Trained, Tuned, quantiles
 
 NAMES = {"relu": "ReLU", "relu_square": "ReLU-Square", "softplus": "softplus", "tanh": "tanh", "sigmoid": "sigmoid"}
 COLOURS = {  # Okabe and Ito's
@@ -161,8 +161,8 @@ def settings(tuned: Mapping[str, Mapping[str, Tuned]]) -> bytes:
 
 def _heat_map(axes: Axes, task: str, found: Mapping[str, Tuned], index: int) -> None:
     relu, square = found["relu"], found["relu_square"]
-    rates = [f"{rate:g}" for found in RATES.values() for rate in found]
-    table = log_ratio(square.test, relu.test)[index].reshape(-1, len(rates))
+    lrs = [f"{lr:g}" for found in LRS.values() for lr in found]
+    table = log_ratio(square.test, relu.test)[index].reshape(-1, len(lrs))
     axes.imshow(table.clip(-3, 3), cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
     _title(axes, f"{task}, {relu.steps[index]:,} steps", f"ReLU-Square better in {(table < 0).sum()} of {table.size}")
     for (row, column), value in np.ndenumerate(table):
@@ -172,13 +172,13 @@ def _heat_map(axes: Axes, task: str, found: Mapping[str, Tuned], index: int) -> 
     for name, size in zip(MAIN, (0.92, 0.76), strict=True):  # one inside the other where both chose the same
         setting, steps = found[name].best
         if steps == relu.steps[index]:
-            row, column = divmod(relu.settings.index(setting), len(rates))
+            row, column = divmod(relu.settings.index(setting), len(lrs))
             corner = (column - size / 2, row - size / 2)
             axes.add_patch(Rectangle(corner, size, size, fill=False, edgecolor=COLOURS[name], linewidth=2))
-    kinds = relu.settings[:: len(rates)]
-    axes.set_yticks(range(len(kinds)), [f"{kind.initialisation}\n{kind.inputs}" for kind in kinds], fontsize=8)
-    axes.set_xticks(range(len(rates)), rates, fontsize=7)
-    axes.axvline(len(RATES["adam"]) - 0.5, color="black", linewidth=1)
+    kinds = relu.settings[:: len(lrs)]
+    axes.set_yticks(range(len(kinds)), [f"{kind.initialization}\n{kind.inputs}" for kind in kinds], fontsize=8)
+    axes.set_xticks(range(len(lrs)), lrs, fontsize=7)
+    axes.axvline(len(LRS["adam"]) - 0.5, color="black", linewidth=1)
     for place, name in ((0.28, "Adam"), (0.79, "SGD")):
         axes.text(place, -0.2 * 2 / len(kinds), name, transform=axes.transAxes, fontsize=9, ha="center", va="top")
 

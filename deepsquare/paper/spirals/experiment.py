@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from deepsquare._files import make_writable, replacing
+from deepsquare._files import atomic_write, ensure_writable
 from deepsquare._threads import one_thread
 from deepsquare.paper.spirals import ablation, draw, measures
 from deepsquare.paper.spirals.data import Array
@@ -101,14 +101,14 @@ def run(
     if not 1 <= shorten <= min(task.steps for task in TASKS) // 4:
         raise ValueError(f"shorten is {shorten}; expected 1 for the whole training, up to {THREE_ARMS.steps // 4}")
     for folder in (figures, results):
-        make_writable(folder)
+        ensure_writable(folder)
     with one_thread():
-        rows, pictures = _Run(seed, seeds, shorten).compute()
-    for file, picture in pictures.items():
-        with replacing(figures / file) as path:
-            path.write_bytes(picture)
-    result = SpiralsResult(tuple(rows), tuple(figures / file for file in pictures), results / "spirals.jsonl")
-    with replacing(result.results) as path:
+        rows, images = _Run(seed, seeds, shorten).compute()
+    for file, image in images.items():
+        with atomic_write(figures / file) as path:
+            path.write_bytes(image)
+    result = SpiralsResult(tuple(rows), tuple(figures / file for file in images), results / "spirals.jsonl")
+    with atomic_write(result.results) as path:
         lines = (json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in rows)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     rich.print(result)
@@ -140,14 +140,14 @@ class _Run:
             self.explain()
             self.cost()
             one, three = (trained[task.name] for task in TASKS)
-            pictures = {
+            images = {
                 "fig3.png": draw.fig3(one),
                 "fig4.png": draw.fig4(one),
                 "fig5.png": draw.fig5(three),
                 "fig6.png": draw.fig6(three),
                 "spirals_settings.png": draw.settings(tuned),
             }
-        return self.rows, pictures
+        return self.rows, images
 
     def tune(self, task: Task) -> dict[str, Tuned]:
         """Every activation on the whole grid."""
@@ -192,8 +192,8 @@ class _Run:
         store("data", usual | {"steps": steps}, few, ablation.by_data(few, steps))
         store("length", usual | {"steps": 3 * steps}, self.others, ablation.by_length(self.others, 3 * steps))
         recipe = usual | {"steps": steps, "iterations": iterations, "noise": 0}
-        store("optimiser", recipe, fewer, ablation.by_optimiser(fewer, steps, iterations))
-        store("start", {"initialisation": "pytorch"}, few, ablation.at_start(few))
+        store("optimizer", recipe, fewer, ablation.by_optimizer(fewer, steps, iterations))
+        store("start", {"initialization": "pytorch"}, few, ablation.at_start(few))
 
     def cost(self) -> None:
         """What each activation costs, beside ReLU."""

@@ -22,10 +22,10 @@ from deepsquare.functional import relu_square
 from deepsquare.paper.spirals import data
 
 Batch: TypeAlias = tuple[Tensor, Tensor]  # inputs (networks, D, N) and targets (networks, K, N)
-Optimiser: TypeAlias = Literal["adam", "sgd"]
-Initialisation: TypeAlias = Literal["pytorch", "glorot"]
+Optimizer: TypeAlias = Literal["adam", "sgd"]
+Initialization: TypeAlias = Literal["pytorch", "glorot"]
 Scaling: TypeAlias = Literal["raw", "standardised"]
-Draw: TypeAlias = Callable[[int, data.Split], Batch]  # the data of one seed: (D, N) and (K, N)
+DrawData: TypeAlias = Callable[[int, data.Split], Batch]  # the data of one seed: (D, N) and (K, N)
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 HIDDEN = 32
@@ -47,7 +47,7 @@ class Task:
     outputs: int
     steps: int
     tuning_seeds: int  # more where the loss differs more from seed to seed
-    draw: Draw
+    draw: DrawData
     loss: Callable[[Tensor, Tensor], Tensor]
     classification: bool = False
 
@@ -61,9 +61,9 @@ class Task:
 class Setting:
     """How to train: the choices that the paper does not tell."""
 
-    optimiser: Optimiser
-    rate: float
-    initialisation: Initialisation
+    optimizer: Optimizer
+    lr: float
+    initialization: Initialization
     inputs: Scaling = "raw"
     decay: bool = False  # the rate falls to zero over the second half of training
 
@@ -91,7 +91,7 @@ class TwoLayers(nn.Module):
         return self.second.weight @ hidden + self.second.bias[:, None]
 
     @torch.no_grad()
-    def initialise(self, kind: Initialisation, seed: int) -> None:
+    def initialize(self, kind: Initialization, seed: int) -> None:
         """Draw the parameters: ``pytorch`` as torch does, with biases; ``glorot`` as Keras does, without."""
         generator = torch.Generator().manual_seed(seed)
         for layer in (self.first, self.second):
@@ -120,7 +120,7 @@ class Networks:
         network, rows = copy.deepcopy(self.network).to(dtype), []
         for setting in self.settings:
             for seed in self.seeds:
-                network.initialise(setting.initialisation, seed)
+                network.initialize(setting.initialization, seed)
                 rows.append(parameters_to_vector(network.parameters()).detach())
         return torch.stack(rows)
 
@@ -137,11 +137,11 @@ class Networks:
         scaled = torch.cat([setting.scaled(inputs) for setting in self.settings])
         return scaled, targets.repeat(len(self.settings), 1, 1)
 
-    def rates(self, progress: float) -> Tensor:
+    def lrs(self, progress: float) -> Tensor:
         """The learning rate of every network (networks, 1), when a share of the training is done."""
         left = min(1.0, 2 * (1 - progress))
-        rates = [setting.rate * (left if setting.decay else 1) for setting in self.settings]
-        return torch.tensor(rates, dtype=torch.float64).repeat_interleave(len(self.seeds))[:, None]
+        lrs = [setting.lr * (left if setting.decay else 1) for setting in self.settings]
+        return torch.tensor(lrs, dtype=torch.float64).repeat_interleave(len(self.seeds))[:, None]
 
     def table(self, values: Tensor) -> Tensor:
         """Values by network (…, networks) as (…, settings, seeds)."""
@@ -160,23 +160,23 @@ class Networks:
         return right.to(targets.dtype).mean()
 
 
-def adam(step: int, rates: Tensor, gradient: Tensor, parameters: Tensor, memory: list[Tensor]) -> Tensor:
+def adam(step: int, lrs: Tensor, gradient: Tensor, parameters: Tensor, memory: list[Tensor]) -> Tensor:
     """One step of Adam with torch's defaults; ``memory`` keeps the moments."""
     first, second = memory or [torch.zeros_like(gradient)] * 2
     first = first.lerp(gradient, 0.1)
     second = (second * 0.999).addcmul(gradient, gradient, value=0.001)
     memory[:] = first, second
     root = second.sqrt() / math.sqrt(1 - 0.999**step) + 1e-8
-    return parameters - rates / (1 - 0.9**step) * first / root
+    return parameters - lrs / (1 - 0.9**step) * first / root
 
 
-def sgd(step: int, rates: Tensor, gradient: Tensor, parameters: Tensor, memory: list[Tensor]) -> Tensor:
+def sgd(step: int, lrs: Tensor, gradient: Tensor, parameters: Tensor, memory: list[Tensor]) -> Tensor:
     """One step of gradient descent with momentum 0.9; ``memory`` keeps the velocity."""
     memory[:] = [gradient if step == 1 else memory[0] * 0.9 + gradient]
-    return parameters - rates * memory[0]
+    return parameters - lrs * memory[0]
 
 
-OPTIMISERS: Mapping[Optimiser, Callable[[int, Tensor, Tensor, Tensor, list[Tensor]], Tensor]] = {
+OPTIMIZERS: Mapping[Optimizer, Callable[[int, Tensor, Tensor, Tensor, list[Tensor]], Tensor]] = {
     "adam": adam,
     "sgd": sgd,
 }
@@ -187,16 +187,16 @@ def train(networks: Networks, steps: int, dtype: torch.dtype = torch.float32) ->
 
     NOTE not in paper: full batches, and a constant rate, so that a shorter training is the beginning of a longer.
     """
-    (optimiser,) = {setting.optimiser for setting in networks.settings}
-    update, memory = OPTIMISERS[optimiser], list[Tensor]()
+    (optimizer,) = {setting.optimizer for setting in networks.settings}
+    update, memory = OPTIMIZERS[optimizer], list[Tensor]()
     inputs, targets = networks.batch("train", dtype)
     parameters = networks.initial(dtype)
     yield 0, parameters
     record = make_fx(lambda *given: networks.gradients(*given))
     recorded = record(parameters, inputs, targets)  # the same operations, without the cost of mapping at each step
     for step in range(1, steps + 1):
-        rates = networks.rates((step - 1) / steps).to(dtype)
-        parameters = update(step, rates, recorded(parameters, inputs, targets), parameters, memory)
+        lrs = networks.lrs((step - 1) / steps).to(dtype)
+        parameters = update(step, lrs, recorded(parameters, inputs, targets), parameters, memory)
         yield step, parameters
 
 

@@ -15,17 +15,17 @@ import torch
 
 from deepsquare.paper.spirals.data import Array
 from deepsquare.paper.spirals.networks import (
-    Initialisation,
+    Initialization,
     Networks,
-    Optimiser,
+    Optimizer,
     Scaling,
     Setting,
     Task,
     train,
 )
 
-KINDS: tuple[Initialisation, ...] = ("pytorch", "glorot")
-RATES: Mapping[Optimiser, tuple[float, ...]] = {"adam": (0.003, 0.01, 0.03, 0.1), "sgd": (0.1, 0.3)}
+KINDS: tuple[Initialization, ...] = ("pytorch", "glorot")
+LRS: Mapping[Optimizer, tuple[float, ...]] = {"adam": (0.003, 0.01, 0.03, 0.1), "sgd": (0.1, 0.3)}
 LENGTHS = (1 / 4, 1 / 2, 1)  # of the steps of the task
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 CURVE = 40  # how many times along training a curve is taken
@@ -34,9 +34,9 @@ CURVE = 40  # how many times along training a curve is taken
 def grid(task: Task) -> tuple[Setting, ...]:
     """All settings of a task. Only a time is standardised: the points of the three arms lie round 0 already."""
     scalings: tuple[Scaling, ...] = ("raw", "standardised") if task.inputs == 1 else ("raw",)
-    rates = [(optimiser, rate) for optimiser, found in RATES.items() for rate in found]
-    choices = product(scalings, KINDS, rates)
-    return tuple(Setting(optimiser, rate, kind, scaling) for scaling, kind, (optimiser, rate) in choices)
+    lrs = [(optimizer, lr) for optimizer, found in LRS.items() for lr in found]
+    choices = product(scalings, KINDS, lrs)
+    return tuple(Setting(optimizer, lr, kind, scaling) for scaling, kind, (optimizer, lr) in choices)
 
 
 def lengths(steps: int) -> tuple[int, ...]:
@@ -65,8 +65,8 @@ def tune(task: Task, activation: str, seeds: Sequence[int], steps: int) -> Tuned
     """Train with every setting of the grid, all networks of one optimiser at once."""
     settings = grid(task)
     medians = {split: np.empty((len(LENGTHS), len(settings))) for split in ("train", "validation", "test")}
-    for optimiser in RATES:
-        chosen = [index for index, setting in enumerate(settings) if setting.optimiser == optimiser]
+    for optimizer in LRS:
+        chosen = [index for index, setting in enumerate(settings) if setting.optimizer == optimizer]
         networks = Networks(task, activation, [settings[index] for index in chosen], seeds)
         batches = {split: networks.batch(split) for split in ("train", "validation", "test")}
         for step, parameters in train(networks, steps):
