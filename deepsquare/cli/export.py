@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from torch import nn
 
-from deepsquare.checkpoint import Preprocessing, load, read_header, read_preprocessing
-from deepsquare.cli.train import model_file
-from deepsquare.export import export, load_exported
-from deepsquare.export.exporter import compute_logits
+from deepsquare.cli._checkpoint import model_file, open_model
+from deepsquare.export import export
 from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files, split_calibration
 from deepsquare.export.runtime import SUFFIXES, Runtime
-
-SHOWN = 5  # answers for a image
 
 
 def export_command(
@@ -46,7 +40,7 @@ def export_command(
         as_json: Print JSON.
     """
     file = model_file(checkpoint)
-    model, shown = _opened(file)
+    model, shown = open_model(file)
     place = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{SUFFIXES[to]}")
     if place.suffix != SUFFIXES[to]:
         raise ValueError(f"the output is {place}; expected the ending {SUFFIXES[to]} for {to}")
@@ -74,65 +68,3 @@ def export_command(
         print(f"XNNPACK runs everything but {undelegated_ops}." if undelegated_ops else "XNNPACK runs everything.")
         if made.undelegated_muls:
             print(f"Of these, {made.undelegated_muls} are products, such as squares: they run slowly.")
-
-
-def predict_command(
-    model: tyro.conf.Positional[Path],
-    images: tyro.conf.Positional[tuple[Path, ...]],
-    *,
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-) -> None:
-    """Name what images show: the five likeliest classes of each.
-
-    Args:
-        model: A checkpoint, the folder of a training run, or an exported .onnx or .pte file.
-        images: Image files.
-        as_json: Print JSON.
-    """
-    if not images:
-        raise ValueError("no image is named; give one or more files")
-    if model.suffix.lower() in SUFFIXES.values():
-        program = load_exported(model)
-        shown = program.metadata.preprocessing
-        logits = program(load_images(images, shown, upright=True))
-    else:
-        network, shown = _opened(model_file(model))
-        logits = compute_logits(network.eval().float(), load_images(images, shown, upright=True))
-    if lost := [str(file) for file, own in zip(images, logits, strict=True) if own.isnan().any()]:
-        raise ValueError(f"{model} has no answer for {', '.join(lost)}: its logits are not numbers; train it further")
-    chances = logits.float().softmax(1)
-    names = shown.classes or tuple(f"class {number}" for number in range(chances.shape[1]))
-    if len(names) != chances.shape[1]:
-        raise ValueError(
-            f"{model} names {len(names)} classes and tells {chances.shape[1]} apart; save it again with both"
-        )
-    best = chances.topk(min(SHOWN, len(names)))
-    answers = [
-        [(names[place], round(chance, 6)) for chance, place in zip(values, places, strict=True)]
-        for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    ]
-    if as_json:
-        told = [
-            {"image": str(file), "answers": [{"class": name, "chance": chance} for name, chance in own]}
-            for file, own in zip(images, answers, strict=True)
-        ]
-        print(json.dumps(told))
-        return
-    for file, own in zip(images, answers, strict=True):
-        print(file)
-        for name, chance in own:
-            print(f"  {chance:6.1%}  {name}")
-
-
-def _opened(file: Path) -> tuple[nn.Module, Preprocessing]:
-    """The model of a checkpoint, and what it is shown: as it says, or as ImageNet's networks usually are."""
-    model, shown = load(file), read_preprocessing(file)
-    if shown is None:
-        shape, usual = read_header(file)["input_shape"], Preprocessing(())
-        shown = usual if shape is None or shape[-1] == usual.size else Preprocessing((), shape[-1], shape[-1])
-        warnings.warn(
-            f"{file} does not say how images become its input (deepsquare.save has images=… for that); taken as "
-            f"the centre, {shown.size} × {shown.size} of a shorter side of {shown.resize}, normalised as for ImageNet",
-            stacklevel=2,
-        )
-    return model, shown
