@@ -1,18 +1,16 @@
 """The paper's equations, one pure function each: the reference that every other form is held to.
 
-Chen et al., "DeepSquare: Boosting the Learning Power of Deep Convolutional Neural Networks with Elementwise
-Square Operators". A *map* is a tensor (N, C, spatial…) with one, two or three spatial dimensions, in any
-memory layout; HW stands for the number of its spatial positions.
+Chen et al., "DeepSquare: Boosting the Learning Power of Deep Convolutional Neural Networks with Elementwise Square
+Operators". A *map* is a tensor (N, C, spatial…) with one, two or three spatial dimensions, in any memory layout; HW
+stands for the number of its spatial positions. The fused forms of :mod:`deepsquare.kernels` decorate their formula.
 
-NOTE not in paper: number formats. Half types (float16, bfloat16) are squared and summed in float32. Under
-autocast the poolings and Square-Softmin then return float32, as torch's own ``pow`` and ``norm`` do; in a
-model that is itself in half precision they return its type, where a value beyond that type's range becomes
-inf.
+NOTE not in paper: number formats. Half types (float16, bfloat16) are squared and summed in float32. Under autocast the
+poolings and Square-Softmin return float32, as torch's own ``pow`` and ``norm`` do; in a half-precision model they
+return its type, where a value beyond that type's range becomes inf.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,22 +31,28 @@ def square(x: Tensor) -> Tensor:
 def relu_square(x: Tensor) -> Tensor:
     """Equation (19): σ(t) = max(0, t)², elementwise; any shape, the type of ``x``."""
     _require_real(x)
-    return kernels.run("relu_square", _relu_square, x)
+    return _relu_square(x)
 
 
+@kernels.ReLUSquare
 def _relu_square(x: Tensor) -> Tensor:
     positive = F.relu(x)
-    return positive * positive  # autograd keeps this one tensor, for both operations
+    return positive * positive  # autograd saves one tensor for both operations
 
 
 def square_pooling(x: Tensor, keepdim: bool = False) -> Tensor:
     """Equation (20), Square-Pooling: G_k = 1/HW · Σ_ij F_ijk².
 
-    ``x`` is F (N, C, spatial…); returns G (N, C), or (N, C, 1, …) with ``keepdim``. It is the second moment
-    about the origin: mean² + variance (Equation 21).
+    ``x`` is F (N, C, spatial…); returns G (N, C), or (N, C, 1, …) with ``keepdim``. It is the second moment about the
+    origin: mean² + variance (Equation 21).
     """
     _require_map(x)
     return _pooled(_mean_square(x), x, keepdim)
+
+
+@kernels.MeanSquare
+def _mean_square(x: Tensor) -> Tensor:
+    return x.to(_accumulation_dtype(x)).square().mean(_spatial(x))  # (N, C)
 
 
 def moment_pooling(x: Tensor, order: int, keepdim: bool = False) -> Tensor:
@@ -61,7 +65,7 @@ def moment_pooling(x: Tensor, order: int, keepdim: bool = False) -> Tensor:
         raise ValueError(f"order is {order!r}, expected a positive integer: 1 for the mean, 2 for Square-Pooling.")
     if order == 2:
         return square_pooling(x, keepdim)
-    wide = _accumulation_type(x)
+    wide = _accumulation_dtype(x)
     powers = x if order == 1 else x.to(wide).pow(order)
     return _pooled(powers.mean(_spatial(x), dtype=wide), x, keepdim)
 
@@ -78,15 +82,14 @@ def gem_pooling(x: Tensor, p: float | Tensor, eps: float = 1e-6, keepdim: bool =
     _require_map(x)
     if isinstance(p, Tensor):
         _require_one_element("p", p)
-        p = p.to(_accumulation_type(x)).reshape(())
+        p = p.to(_accumulation_dtype(x)).reshape(())
     elif not 0 < p < math.inf:
         raise ValueError(f"p is {p!r}, expected a positive finite number; GeM starts from 3.")
     if not eps > 0:
         raise ValueError(f"eps is {eps!r}, expected a positive number such as 1e-6.")
-    positive = x.to(_accumulation_type(x)).clamp(min=eps)
-    # The mean is homogeneous, so dividing by the peak changes nothing but the range of the powers: without
-    # it an all-eps map has eps^p = 0 in float32 from p = 8 on, and the gradient of p is NaN. The peak is a
-    # constant here.
+    positive = x.to(_accumulation_dtype(x)).clamp(min=eps)
+    # The mean is homogeneous, so dividing by the (detached) peak changes nothing but the range of the powers: without
+    # it an all-eps map has eps^p = 0 in float32 from p = 8 on, and the gradient of p is NaN.
     peak = positive.amax(_spatial(x), keepdim=True).detach()
     mean = (positive / peak).pow(p).mean(_spatial(x))  # (N, C)
     return _pooled(mean.pow(1 / p) * peak.reshape(mean.shape), x, keepdim)
@@ -109,7 +112,7 @@ def lp_pooling(x: Tensor, p: float, kernel: Tensor, keepdim: bool = False) -> Te
             f"The kernel has shape {tuple(kernel.shape)}, expected the map's spatial shape "
             f"{tuple(x.shape[2:])}: build it with gaussian_kernel(x.shape[2:])."
         )
-    magnitude = x.to(_accumulation_type(x)).abs()
+    magnitude = x.to(_accumulation_dtype(x)).abs()
     peak = magnitude.amax(_spatial(x), keepdim=True).detach()  # keeps the powers in range, as in gem_pooling
     peak = torch.where(peak > 0, peak, 1)
     total = ((magnitude / peak).pow(p) * kernel.to(magnitude.dtype)).sum(_spatial(x))  # (N, C)
@@ -126,9 +129,8 @@ def gaussian_kernel(
 ) -> Tensor:
     """The Gaussian kernel G of Equation (7): shape ``size``, centred, sum 1.
 
-    NOTE not in paper: the width. ``sigma`` is relative to each side of the map, so that one value fits every
-    input size; at 0.25 the border lies two standard deviations from the centre, where the weight has fallen
-    to 13%: the kernel spans the map without being cut off by it.
+    NOTE not in paper: the width. ``sigma`` is relative to each side of the map, so that one value fits every input
+    size; at 0.25 the border is two standard deviations from the center, where the weight has fallen to 13%.
     """
     if not sigma > 0:
         raise ValueError(f"sigma is {sigma!r}, expected a positive fraction of the map's side, such as 0.25.")
@@ -149,7 +151,7 @@ def square_softmin(x: Tensor, scale: Tensor | None = None) -> Tensor:
     _require_real(x)
     if x.ndim < 2:
         raise ValueError(f"The logits have shape {tuple(x.shape)}, expected (N, K) or (N, K, 1, 1): add the batch.")
-    wide = _accumulation_type(x)
+    wide = _accumulation_dtype(x)
     logits = -x.to(wide).square()
     if scale is not None:
         if scale.numel() != 1 and scale.numel() != x.shape[1]:
@@ -158,22 +160,20 @@ def square_softmin(x: Tensor, scale: Tensor | None = None) -> Tensor:
                 f"of the logits, which have shape {tuple(x.shape)}."
             )
         logits = logits * scale.to(wide).reshape(-1, *[1] * (x.ndim - 2))
-    return logits.to(_result_type(x))
+    return logits.to(_result_dtype(x))
 
 
 def scale_proportion(g: Tensor, alpha: Tensor) -> Tensor:
     """Equation (25), Scale-Proportion: s_k = G_k / (G_k + α²).
 
-    ``g`` is G ≥ 0 of any shape, ``alpha`` a tensor of one element; returns s in [0, 1], shape and type of
-    ``g``.
+    ``g`` is G ≥ 0 of any shape, ``alpha`` a tensor of one element; returns s in [0, 1], shape and type of ``g``.
 
-    NOTE not in paper: 0/0 is defined as 1, so that α = 0 is exactly the identity, gradients included. It is
-    taken wherever G + α² is below the smallest normal number, hence every gradient is finite. And G = inf, a
-    square that overflowed, gives 1, its limit.
+    NOTE not in paper: s is 1 wherever G + α² is below the smallest normal number, so that α = 0 is exactly the
+    identity and every gradient is finite. G = inf, an overflowed square, gives 1, the limit.
     """
     _require_real(g)
     _require_one_element("alpha", alpha)
-    wide = g.to(_accumulation_type(g))
+    wide = g.to(_accumulation_dtype(g))
     offset = alpha.to(wide.dtype).reshape(()).square()
     total = wide + offset
     # Both sides of the quotient are replaced, not the quotient: a gradient through 0/0 would be NaN times 0.
@@ -184,25 +184,29 @@ def scale_proportion(g: Tensor, alpha: Tensor) -> Tensor:
 def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
     """Square-Excitation: F_ijk · s_k, where s is Scale-Proportion (25) of Square-Pooling (20) of F.
 
-    ``x`` is F (N, C, spatial…), ``alpha`` a tensor of one element; returns the shape and type of ``x``. For
-    half types G and s stay in float32, and the product is rounded once: right for every finite float16 map.
+    ``x`` is F (N, C, spatial…), ``alpha`` a tensor of one element; returns the shape and type of ``x``. For half types
+    G and s stay in float32, and the product is rounded once: accurate for every finite float16 map.
     """
     _require_map(x)
     _require_one_element("alpha", alpha)
-    return kernels.run("square_excitation", _square_excitation, x, alpha)
+    return _square_excitation(x, alpha)
 
 
+@kernels.SquareExcitation
 def _square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
     s = scale_proportion(_mean_square(x), alpha)
-    return (x * _unflattened(s, x)).to(x.dtype)  # autograd keeps x and s, never a float32 copy of x
+    return (x * _unflatten(s, x)).to(x.dtype)  # autograd saves x and s, never a float32 copy of x
+
+
+_square_excitation_add_relu = kernels.SquareExcitationAddReLU(_square_excitation.eager)
 
 
 def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
     """The end of a residual block with Square-Excitation: max(0, F_ijk · s_k + R_ijk).
 
-    ``x`` is F, ``alpha`` as in :func:`square_excitation`, ``residual`` is R, of the shape and type of ``x``. One
-    function, since in one pass it costs no more than the addition and the ReLU alone. ``inplace`` allows the result
-    to be written over ``x``, which must not be used again then; where a gradient needs ``x``, it is not.
+    ``x`` is F, ``alpha`` as in :func:`square_excitation`, ``residual`` is R, of the shape and type of ``x``. Fused, it
+    costs no more than the addition and the ReLU alone. ``inplace`` allows the result to be written over ``x``, which
+    must not be used afterwards; it has no effect where a gradient needs ``x``.
     """
     _require_map(x)
     _require_one_element("alpha", alpha)
@@ -211,101 +215,17 @@ def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, in
             f"The residual has shape {tuple(residual.shape)} and type {residual.dtype}, expected those of the "
             f"branch: {tuple(x.shape)} and {x.dtype}."
         )
-    return kernels.run_add_relu("square_excitation", _square_excitation, x, alpha, residual=residual, inplace=inplace)
-
-
-class _MeanSquare(torch.autograd.Function):
-    """The mean of squares over the spatial dimensions, (N, C, spatial…) → (N, C), keeping only its input."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _mean_square_forward(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        factor = grads[0] * (2 / math.prod(x.shape[2:]))
-        grad: Tensor = (x * _unflattened(factor, x)).to(x.dtype)  # these operations are differentiable again
-        return grad
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        tangent: Tensor = 2 * (x.to(_accumulation_type(x)) * tangents[0]).mean(_spatial(x))
-        return tangent
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
-        x = x.movedim(in_dims[0], 0)  # (B, N, C, spatial…): one more batch dimension
-        return _mean_square(x.flatten(0, 1)).reshape(x.shape[:3]), 0
-
-
-def _mean_square(x: Tensor) -> Tensor:
-    """Square-Pooling in the accumulation type: every caller's way to it."""
-    return kernels.run("mean_square", _plain_mean_square, x)
-
-
-def _plain_mean_square(x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return x.to(_accumulation_type(x)).square().mean(_spatial(x))  # the compiler fuses this into one pass
-    pooled: Tensor = _MeanSquare.apply(x)  # type: ignore[no-untyped-call]
-    return pooled
-
-
-_FEW_ROWS = 256  # above it, a Python step for each row costs more than it saves
-_MANY_POSITIONS = 1 << 13  # about 90×90
-_BLOCK = 1 << 20  # elements: 4 MB in float32, small enough to stay in the cache
-
-
-def _mean_square_forward(x: Tensor) -> Tensor:
-    """One pass over the map, without a temporary of its size.
-
-    x.square() writes the whole map out and reads it back. ``vector_norm`` reads it once, but on a CPU it is not
-    vectorised where channels are innermost (channels_last), first makes a float32 copy of half types, and adds up
-    naively: hence rows, blocks and parts. On a GPU the reduction itself does all that well.
-    """
-    hw = math.prod(x.shape[2:])
-    if x.device.type == "cpu":
-        if hw > _MANY_POSITIONS and x.shape[2] > 1:  # one running sum would lose digits
-            parts = torch.split(x, max(1, x.shape[2] * _MANY_POSITIONS // hw), 2)
-            shares = [_mean_square_forward(part) * (math.prod(part.shape[2:]) / hw) for part in parts]
-            return torch.stack(shares).sum(0)
-        if x.stride(1) == 1 and x.shape[1] > 1 and x.shape[2] <= _FEW_ROWS:
-            return _mean_square_by_rows(x)
-        largest = 0 if x.shape[0] > 1 else 1
-        if x.dtype in _HALF and x.numel() > _BLOCK and x.shape[largest] > 1:
-            size = max(1, _BLOCK * x.shape[largest] // x.numel())
-            blocks = torch.split(x, size, largest)
-            return torch.cat([_mean_square_forward(block) for block in blocks], largest)
-    norm: Tensor = torch.linalg.vector_norm(x, dim=_spatial(x), dtype=_accumulation_type(x))
-    return norm.square() / hw
-
-
-def _mean_square_by_rows(x: Tensor) -> Tensor:
-    """Adds the squares of the slices along the first spatial dimension into one (N, C, remaining…) total."""
-    first, *rows = x.unbind(2)
-    total = first.to(_accumulation_type(x)).square()
-    for row in rows:
-        wide = row.to(total.dtype)
-        total.addcmul_(wide, wide)
-    if total.ndim > 2:
-        total = total.sum(_spatial(total))
-    return total / math.prod(x.shape[2:])
+    return _square_excitation_add_relu(x, alpha, residual, inplace=inplace)
 
 
 def _pooled(pooled: Tensor, x: Tensor, keepdim: bool) -> Tensor:
     """A pooling's result (N, C) of the map ``x``, in the type and shape the caller gets."""
     if pooled.dtype is not x.dtype:
-        pooled = pooled.to(_result_type(x))
-    return _unflattened(pooled, x) if keepdim else pooled
+        pooled = pooled.to(_result_dtype(x))
+    return _unflatten(pooled, x) if keepdim else pooled
 
 
-def _unflattened(per_channel: Tensor, x: Tensor) -> Tensor:
+def _unflatten(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.reshape(*per_channel.shape, *[1] * (x.ndim - 2))  # (N, C) → (N, C, 1, …)
 
 
@@ -313,14 +233,14 @@ def _spatial(x: Tensor) -> tuple[int, ...]:
     return tuple(range(2, x.ndim))
 
 
-def _accumulation_type(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in _HALF else x.dtype
 
 
-def _result_type(x: Tensor) -> torch.dtype:
+def _result_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)  # the meta device knows no autocast
-    return _accumulation_type(x) if autocast else x.dtype
+    return _accumulation_dtype(x) if autocast else x.dtype
 
 
 def _require_real(x: Tensor) -> None:
@@ -330,7 +250,7 @@ def _require_real(x: Tensor) -> None:
 
 def _require_map(x: Tensor) -> None:
     if x.dtype in _REAL and x.ndim > 2 and x.numel():
-        return  # as nearly always, and asked at every call
+        return  # the common case: this runs at every call
     _require_real(x)
     if x.ndim < 3:
         raise ValueError(

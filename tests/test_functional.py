@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from deepsquare import functional as DF
+from deepsquare import kernels
+from deepsquare.kernels import blockwise
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # float64 and float32: some 20 roundings in a sum of up to 120 terms. Half types: the float32 error and then
@@ -104,12 +106,12 @@ def test_values_in_every_layout(name: str, shape: tuple[int, ...], dtype: torch.
 def test_square_pooling_in_small_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The paths that only large maps take."""
-    monkeypatch.setattr(DF, "_BLOCK", 30)
-    monkeypatch.setattr(DF, "_FEW_ROWS", 3)
+    """As for a large map without a compiled kernel."""
+    monkeypatch.setattr(blockwise, "_BLOCK", 30)
     x = numbers(*shape, dtype=dtype)
     for layout in layouts(x).values():
-        check(DF.square_pooling(layout), reference.square_pooling(as_float64(x)), dtype)
+        with kernels.without_kernels():
+            check(DF.square_pooling(layout), reference.square_pooling(as_float64(x)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,10 +1,10 @@
-/* The squares, fused, for a CPU: every pass reads its maps once and writes its result once.
+/* The CPU kernels: every pass reads its maps once and writes its result once.
 
-   Plain C for gcc and clang, without a header of Python or PyTorch: one build serves every version of both. The vectors
-   are the compilers' own extension; x86 needs AVX2, FMA and F16C (Haswell, Zen and later), which is asked at run time.
+   Plain C for gcc and clang, without headers of Python or PyTorch: one build works with every version of both. It uses
+   the compilers' vector extension; x86 needs AVX2, FMA and F16C (Haswell, Zen and later), checked at run time.
 
-   Threads are those of PyTorch. A second OpenMP runtime would bring a second pool of threads that compete with the
-   first, so none is linked: cpu.py hands over the three functions of the runtime that PyTorch itself has loaded. */
+   The threads are PyTorch's. A second OpenMP runtime would bring a second thread pool that competes with the first, so
+   none is linked: cpu.py passes three functions of the runtime that PyTorch has loaded. */
 
 #include <math.h>
 #include <stdint.h>
@@ -26,11 +26,11 @@ typedef uint16_t halves __attribute__((vector_size(16)));
 typedef int32_t masks __attribute__((vector_size(32)));
 typedef double doubles __attribute__((vector_size(64)));
 
-enum { LANES = 8, LINE = 64 };            /* values in a vector, bytes in a cache line */
+enum { LANES = 8, LINE = 64 };         /* values in a vector, bytes in a cache line */
 enum { WIDEST = 2048, RUN = 1 << 12 }; /* channels in a chunk, values in a run */
 
 static inline floats splat(float value) { return value - (floats){0}; }
-static inline floats positive(floats v) { return (floats)((words)v & (words)~(v < 0)); } /* NaN stays */
+static inline floats positive(floats v) { return (floats)((words)v & (words)~(v < 0)); } /* keeps NaN */
 static inline floats where(masks keep, floats v) { return (floats)((masks)v & keep); }
 
 static inline float total(floats v) {
@@ -41,7 +41,7 @@ static inline float total(floats v) {
     return (low[0] + low[1]) + (low[2] + low[3]);
 }
 
-/* The last `count` lanes. */
+/* A mask of the last `count` lanes. */
 static inline masks last(long count) {
     static const int32_t lanes[2 * LANES] = {[LANES] = -1, -1, -1, -1, -1, -1, -1, -1};
     masks m;
@@ -56,7 +56,7 @@ static inline void accumulate(double *sums, floats v, int first) {
     memcpy(sums, &wide, sizeof wide);
 }
 
-/* ---- number formats: eight values from memory as floats, and back, rounded to nearest even ---- */
+/* ---- number formats: load eight values as floats, store them rounded to nearest even ---- */
 
 typedef struct { uint16_t bits; } bfloat;
 typedef struct { uint16_t bits; } half;
@@ -118,41 +118,44 @@ static inline void store_half(half *p, floats v) {
 }
 #endif
 
-/* Past the caches: without reading a line first that is overwritten whole, or driving out what is still needed. */
+/* Nontemporal stores bypass the caches: they neither read a line before overwriting it nor evict what is needed. */
 #if defined(__x86_64__)
 static inline void stream_float(float *p, floats v) { _mm256_stream_ps(p, (__m256)v); }
 static inline void stream_bfloat(bfloat *p, floats v) { _mm_stream_si128((__m128i *)p, (__m128i)rounded(v)); }
 static inline void stream_half(half *p, floats v) { _mm_stream_si128((__m128i *)p, narrow(v)); }
-static inline void finish_streams(void) { _mm_sfence(); }
+static inline void fence(void) { _mm_sfence(); }
 #else
 static inline void stream_float(float *p, floats v) { store_float(p, v); }
 static inline void stream_bfloat(bfloat *p, floats v) { store_bfloat(p, v); }
 static inline void stream_half(half *p, floats v) { store_half(p, v); }
-static inline void finish_streams(void) {}
+static inline void fence(void) {}
 #endif
 
 /* ---- jobs and threads ---- */
 
-enum kind { /* the same order as in cpu.py */
-    POOL, SCALE, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD, RELU_SQUARE, RELU_SQUARE_BACKWARD
+enum kernel { /* the order of Kernel in cpu.py */
+    POOL, POOL_BACKWARD, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD,
+    RELU_SQUARE, RELU_SQUARE_BACKWARD
 };
-static inline int backward(int kind) { return kind == EXCITE_BACKWARD || kind == EXCITE_ADD_RELU_BACKWARD; }
+static inline int excite_backward(int kernel) {
+    return kernel == EXCITE_BACKWARD || kernel == EXCITE_ADD_RELU_BACKWARD;
+}
 
-/* One call: maps of n × c planes of `hw` values, all in one layout, and one number for each plane. */
+/* One call: maps of n × c planes of `hw` values, all in one layout. */
 typedef struct job job;
-typedef void (*runner)(const job *, long from, long to); /* a range of tasks */
+typedef void (*runner)(const job *, long from, long to); /* runs a range of tasks */
 struct job {
-    const void *x, *gradient, *residual, *result; /* maps that are read; */
-    void *y, *residual_gradient;                  /* maps that are written; */
-    const float *factor;                          /* read for each plane, */
-    float *dalpha_partial;                                 /* written for each plane */
+    const void *x, *grad, *residual, *result; /* input maps */
+    void *y, *dresidual;                      /* output maps; y is the gradient of x in a backward kernel */
+    const float *factor;                      /* input, one value per plane */
+    float *per_plane;                         /* output, one value per plane: its mean square, or its part of dα */
     float alpha;
     long n, c, hw;
-    double inverse;    /* of the hw */
-    long nontemporal;         /* write nontemporal the caches? */
-    long tasks, parts; /* a task is a plane or, with channels innermost, one of so many parts of an image */
-    long pass;         /* of a task with parts: both passes, or one of them over all tasks */
-    double (*sums)[WIDEST + LANES]; /* between the passes: two rows for each task */
+    double inverse;                 /* 1 / hw */
+    long nontemporal;               /* whether stores bypass the caches */
+    long tasks, parts;              /* a task is a plane or, in channels_last, one of `parts` parts of an image */
+    long pass;                      /* BOTH, or one pass over all tasks, where an image has several parts */
+    double (*sums)[WIDEST + LANES]; /* of the first pass, two rows per task */
     runner run;
 };
 enum { BOTH, FIRST, SECOND };
@@ -166,45 +169,47 @@ static inline void add_parts(double (*total)[WIDEST + LANES], double (*sums)[WID
 }
 
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-static int (*own_number)(void), (*team_size)(void);
+static int (*thread_num)(void), (*num_threads)(void);
 
-void deepsquare_use_threads(void *run, void *number, void *size) {
+/* GOMP_parallel, omp_get_thread_num and omp_get_num_threads. */
+void deepsquare_use_threads(void *run, void *num, void *count) {
     parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))run;
-    own_number = (int (*)(void))number;
-    team_size = (int (*)(void))size;
+    thread_num = (int (*)(void))num;
+    num_threads = (int (*)(void))count;
 }
 
-static void run_share(const job *j, long number, long size) {
-    j->run(j, j->tasks * number / size, j->tasks * (number + 1) / size);
-    if (j->nontemporal) finish_streams();
+static void run_slice(const job *j, long thread, long threads) {
+    j->run(j, j->tasks * thread / threads, j->tasks * (thread + 1) / threads);
+    if (j->nontemporal) fence();
 }
 
-static void member(void *j) { run_share(j, own_number(), team_size()); }
+static void run_thread(void *j) { run_slice(j, thread_num(), num_threads()); }
 
 static void start(job *j, long threads) {
-    enum { SMALL = 1 << 15 }; /* values, as in PyTorch: below it a second thread costs more than it brings */
+    enum { SMALL = 1 << 15 }; /* values, PyTorch's own grain size: below it a second thread costs more than it gains */
     if (threads < 2 || j->tasks < 2 || !parallel || j->n * j->c * j->hw < SMALL)
-        run_share(j, 0, 1);
+        run_slice(j, 0, 1);
     else
-        parallel(member, j, (unsigned)threads, 0);
+        parallel(run_thread, j, (unsigned)threads, 0);
 }
 
-/* In how many parts an image goes: enough for threads where there are few images, whatever their number, as the order of
-   additions shall not depend on it. */
-static long parts_of(const job *j) {
+/* The number of parts of an image: several where there are few images. It does not depend on the number of threads, so
+   neither does the order of additions. */
+static long parts_per_image(const job *j) {
     enum { TASKS = 4, ROWS = 64 };
-    long wanted = (TASKS + j->n - 1) / j->n, most = j->hw / ROWS;
-    return most < 1 ? 1 : wanted < most ? wanted : most;
+    long parts = (TASKS + j->n - 1) / j->n, most = j->hw / ROWS;
+    return most < 1 ? 1 : parts < most ? parts : most;
 }
 
-/* ---- Equation (25): the scale of a plane, and what its gradient needs ---- */
+/* ---- Equation (25): the scale of a plane and its derivatives ---- */
 
 typedef struct { float scale, slope, alpha_slope; } excited;
 
 static inline excited excitation(float g, float alpha) {
     float offset = alpha * alpha, sum = g + offset, scale = g / sum, inverse = 1 / sum;
-    int whole = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = whole || sum == INFINITY;
-    return (excited){whole ? 1 : scale, flat ? 0 : offset * inverse * inverse, flat ? 0 : -2 * alpha * scale * inverse};
+    int identity = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = identity || sum == INFINITY;
+    return (excited){
+        identity ? 1 : scale, flat ? 0 : offset * inverse * inverse, flat ? 0 : -2 * alpha * scale * inverse};
 }
 
 #define T float
@@ -232,24 +237,24 @@ int deepsquare_supported(void) {
 #endif
 }
 
-/* Runs the job for `format` 0 float, 1 bfloat, 2 half; in planes or with channels innermost. */
-void deepsquare_run(job *j, int kind, int format, int channels_last, long threads) {
-    enum { LARGE = 1 << 24 }; /* bytes: more than a last cache keeps until the next operation */
+/* Runs a kernel on maps of `format` 0 float, 1 bfloat, 2 half. */
+void deepsquare_run(job *j, int kernel, int format, int channels_last, long threads) {
+    enum { LARGE = 1 << 24 }; /* bytes: more than the last-level cache keeps until the next operation */
     long bytes = j->n * j->c * j->hw * (format == 0 ? 4 : 2);
-    j->nontemporal = bytes >= LARGE && j->y != j->x /* in its own place it is in a cache already */
-        && ((uintptr_t)j->y | (uintptr_t)j->residual_gradient) % LINE == 0;
+    j->nontemporal = bytes >= LARGE && j->y != j->x /* in place the line is in a cache already */
+        && ((uintptr_t)j->y | (uintptr_t)j->dresidual) % LINE == 0;
     j->inverse = 1 / (double)j->hw;
-    j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kind][channels_last];
-    if (kind >= RELU_SQUARE) {
+    j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kernel][channels_last];
+    if (kernel >= RELU_SQUARE) {
         j->tasks = (j->hw + RUN - 1) / RUN;
     } else if (channels_last) {
-        j->parts = parts_of(j);
+        j->parts = parts_per_image(j);
         j->tasks = j->n * ((j->c + WIDEST - 1) / WIDEST) * j->parts;
     } else {
         j->tasks = j->n * j->c;
     }
     j->pass = BOTH;
-    if (channels_last && kind != SCALE && kind < RELU_SQUARE && j->parts > 1) {
+    if (channels_last && kernel != POOL_BACKWARD && kernel < RELU_SQUARE && j->parts > 1) {
         j->sums = malloc((size_t)(2 * j->tasks) * sizeof *j->sums);
         if (j->sums) {
             j->pass = FIRST;

@@ -1,4 +1,4 @@
-"""The modules: each holds the parameters of one function of ``deepsquare.functional``, and nothing else."""
+"""The modules: each holds the parameters of one function of :mod:`deepsquare.functional` and calls it."""
 
 from deepsquare.nn.excitation import ScaleProportion, SquareExcitation
 from deepsquare.nn.pooling import GeM, LpPooling, MomentPooling, SquarePooling

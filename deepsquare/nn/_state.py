@@ -1,4 +1,4 @@
-"""What the modules with a parameter share: refusing a broken checkpoint, and showing a value."""
+"""Shared by the modules with a parameter: checkpoint validation and the format of a scalar."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def require_finite(state: Mapping[str, Tensor], key: str) -> None:
-    """Raise ValueError if the checkpoint ``state`` holds ``key`` with a value that is NaN or infinite."""
+    """Raise ValueError if ``key`` of the checkpoint ``state`` is NaN or infinite."""
     value = state.get(key)
     if value is not None and not value.is_meta and not bool(torch.isfinite(value).all()):
         raise ValueError(
@@ -16,6 +16,6 @@ def require_finite(state: Mapping[str, Tensor], key: str) -> None:
         )
 
 
-def shown(value: Tensor) -> str:
-    """The value of a one-element parameter for a repr; a parameter on the meta device has none."""
+def format_scalar(value: Tensor) -> str:
+    """A one-element parameter for ``extra_repr``; ``?`` on the meta device, which holds no values."""
     return "?" if value.is_meta else f"{float(value.detach()):.4g}"

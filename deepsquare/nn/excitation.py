@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare import functional as DF
-from deepsquare.nn._state import require_finite, shown
+from deepsquare.nn._state import format_scalar, require_finite
 
 
 class _Alpha(nn.Module):
     """The parameter α of Equation (25).
 
-    NOTE not in paper: the start of α. Behind a batch normalisation with γ = 1 the mean square G is about 1,
-    and α² = E[G] puts s at ½, where it answers most to G: ds/d(log G) = s·(1 - s). So 1 for a network
-    trained from scratch; a small one, such as 1e-3, leaves a pretrained network's outputs nearly as they
-    are. From 0 the gradient of α² never leaves 0, so 0 is refused.
+    NOTE not in paper: the initial α. After a batch normalization with γ = 1 the mean square G is about 1, and
+    α² = E[G] gives s = ½, where it is most sensitive to G: ds/d(log G) = s·(1 - s). Hence 1 for training from scratch.
+    A small value such as 1e-3 leaves the outputs of a pretrained network nearly unchanged. At 0 the gradient of α is
+    always 0, so 0 raises an error.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class _Alpha(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set α to its start."""
+        """Set α to its initial value."""
         nn.init.constant_(self.alpha, self.initial_alpha)
 
     def extra_repr(self) -> str:
-        """The present α."""
-        return f"alpha={shown(self.alpha)}"
+        """The current α."""
+        return f"alpha={format_scalar(self.alpha)}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         require_finite(state_dict, prefix + "alpha")

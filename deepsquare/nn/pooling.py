@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare import functional as DF
-from deepsquare.nn._state import shown
+from deepsquare.nn._state import format_scalar
 
 
 class SquarePooling(nn.Module):
@@ -48,10 +48,9 @@ class MomentPooling(nn.Module):
 class GeM(nn.Module):
     """Generalised-mean pooling, Equation (8), with one exponent ``p`` for all channels.
 
-    ``p`` is learned, or with ``learnable=False`` a plain number, so that the model keeps the keys of its
-    base.
+    ``p`` is a parameter or, with ``learnable=False``, a float, which adds no key to the state_dict.
 
-    NOTE not in paper: p starts at 3 and values are clamped to ``eps``, as in the GeM authors' release; the
+    NOTE not in paper: p is initialized to 3 and values are clamped to ``eps``, as in the GeM authors' release; the
     paper's Table 3 has p = 2, frozen.
     """
 
@@ -73,12 +72,12 @@ class GeM(nn.Module):
         self.keepdim = keepdim
         self.p: nn.Parameter | float = p
         if learnable:
-            del self.p  # nn.Module keeps parameters apart from plain attributes
+            del self.p  # nn.Module stores parameters apart from attributes
             self.p = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set a learned p to its start."""
+        """Set a learned p to its initial value."""
         if isinstance(self.p, nn.Parameter):
             nn.init.constant_(self.p, self.initial_p)
 
@@ -87,17 +86,17 @@ class GeM(nn.Module):
         return DF.gem_pooling(x, self.p, self.eps, self.keepdim)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, with the present p."""
+        """The constructor's arguments, with the current p."""
         learnable = isinstance(self.p, Tensor)
-        p = shown(self.p) if isinstance(self.p, Tensor) else self.p
+        p = format_scalar(self.p) if isinstance(self.p, Tensor) else self.p
         return f"p={p}, learnable={learnable}, eps={self.eps}, keepdim={self.keepdim}"
 
 
 class LpPooling(nn.Module):
     """Lp-pooling, Equation (7), over the whole map; each call builds the Gaussian kernel of the map's size.
 
-    NOTE not in paper: p = 2, the case the paper calls close to Square-Pooling, and ``sigma`` relative to the
-    map's side (see ``functional.gaussian_kernel``).
+    NOTE not in paper: p = 2, which the paper calls close to Square-Pooling, and ``sigma`` relative to the map's side
+    (see ``functional.gaussian_kernel``).
     """
 
     def __init__(self, p: float = 2.0, sigma: float = 0.25, keepdim: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Square-Softmin (24) and the signed and unscaled kin of Table 2."""
+"""Square-Softmin (24) and the signed and unscaled variants of Table 2."""
 
 from typing import Any, Literal
 
@@ -14,17 +14,15 @@ class SquareSoftmin(nn.Module):
 
     Args:
         num_classes: K; needed for ``scale="channel"`` only.
-        scale: ``"shared"``, one s for all classes (the paper's choice on ImageNet), ``"channel"``, one for
-        each
-            class, or ``"none"``.
-        sign: -1, or +1 for the positive kin of Table 2 (DeepSquare5+ and 5s+).
+        scale: ``"shared"``, one s for all classes (the paper's choice on ImageNet), ``"channel"``, one for each class,
+            or ``"none"``.
+        sign: -1, or +1 for the positive variants of Table 2 (DeepSquare5+ and 5s+).
 
-    NOTE not in paper: how s stays nonnegative. The parameter is ``root_scale`` = √s, whose square cannot be
-    negative, and which the test phase merges into the FC layer; it starts at 1, as the unscaled kin. Its
-    sign means nothing, and a large optimizer step may turn it; a state_dict always holds the nonnegative
-    root, and a negative one in a checkpoint is refused, being more likely an s of another implementation
-    gone wrong. The live parameter is left alone: to turn it on the one rank that saves would turn that
-    rank's gradients against the others'.
+    NOTE not in paper: how s stays nonnegative. The parameter is ``root_scale`` = √s, initialized to 1, which the test
+    phase merges into the FC layer. Its sign has no effect, and an optimizer step may flip it. A state_dict always holds
+    the nonnegative root, and loading a negative one raises an error, since it is more likely a broken s of another
+    implementation. The live parameter keeps its sign: flipping it on the one rank that saves would flip that rank's
+    gradients only.
     """
 
     root_scale: nn.Parameter | None
@@ -66,7 +64,7 @@ class SquareSoftmin(nn.Module):
         return None if self.root_scale is None else DF.square(self.root_scale)
 
     def merge_scale(self) -> None:
-        """Leave s out from now on: for the test phase, once √s is in the weights of the layer before."""
+        """Drop s, for the test phase, once √s is merged into the weights of the previous layer."""
         self.scaling = "none"
         self.root_scale = None
 

@@ -1,4 +1,4 @@
-"""The kernels: equal to the plain operations in float64, in value and gradient; chosen where they serve only."""
+"""The kernels: equal to the eager reference in float64, in value and gradient; selected only where they apply."""
 
 import math
 import os
@@ -74,17 +74,14 @@ def test_value_and_gradients_are_those_of_float64(
     name: str, shape: Shape, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = inputs(shape, dtype, layout)
-    called = []
+    called: list[cpu.Kernel] = []
+    launch = cpu.launch
 
-    def noting(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Tensor) -> Any:
-            called.append(kernel)
-            return kernel(*arguments)
+    def counted(kernel: cpu.Kernel, *args: Tensor, **kwargs: Tensor) -> None:
+        called.append(kernel)
+        launch(kernel, *args, **kwargs)
 
-        return noted
-
-    for kernel in [kernel for kernel in dir(cpu) if kernel.startswith(("mean_", "relu_", "square_"))]:
-        monkeypatch.setattr(cpu, kernel, noting(getattr(cpu, kernel)))
+    monkeypatch.setattr(cpu, "launch", counted)
     found = results(name, given)
     dense = layout == "contiguous" or len(shape) > 3
     assert len(called) == (2 if dense or (name == "relu_square" and given[0].is_contiguous()) else 0), called
@@ -105,12 +102,12 @@ def test_value_and_gradients_are_those_of_float64(
 
 
 @functions
-def test_equal_to_plain_operations(name: str) -> None:
+def test_equal_to_the_eager_reference(name: str) -> None:
     given = inputs((2, 6, 9, 11))
     found = results(name, given)
     with kernels.without_kernels():
-        plain = results(name, given)
-    torch.testing.assert_close(found, plain, rtol=2e-6, atol=2e-6)
+        eager = results(name, given)
+    torch.testing.assert_close(found, eager, rtol=2e-6, atol=2e-6)
 
 
 @functions
@@ -162,7 +159,7 @@ def test_infinities_in_gradients_stay_where_they_are() -> None:
     torch.testing.assert_close(of_t, torch.tensor([0.0, 0.0, 4e37, 0.0]))
 
 
-def test_what_is_overwritten_is_told_to_autograd_and_never_read_again() -> None:
+def test_inplace_bumps_the_version_and_is_skipped_for_overlapping_inputs() -> None:
     x = made((1, 2, 4, 4)).requires_grad_()
     z = x * 1.0
     y = (z * z).sum()
@@ -178,7 +175,7 @@ def test_what_is_overwritten_is_told_to_autograd_and_never_read_again() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("side", [3, 7, 20])
-def test_few_images_are_shared_by_threads_and_may_be_overwritten(batch: int, side: int) -> None:
+def test_few_images_are_split_among_threads_and_may_be_overwritten(batch: int, side: int) -> None:
     shape = (batch, 2100, side, side)  # in channels_last an image is cut into two chunks, and into parts of its rows
     residual, alpha = made(shape, seed=1), torch.tensor([ALPHA])
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -198,7 +195,7 @@ def test_few_images_are_shared_by_threads_and_may_be_overwritten(batch: int, sid
 
 
 @functions
-def test_keeps_its_input_alone(name: str) -> None:
+def test_saves_only_its_input(name: str) -> None:
     given, kept = inputs((2, 4, 8, 8)), []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -233,7 +230,7 @@ def test_second_derivatives(name: str) -> None:
 # torch's own forward-mode AD still compiles a few formulas by TorchScript when first used
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @functions
-def test_transforms_get_plain_operations(name: str) -> None:
+def test_transforms_get_the_eager_reference(name: str) -> None:
     x, alpha, residual = (tensor.detach() for tensor in inputs((3, 2, 4, 4, 5)))
     batched = torch.vmap(lambda a, b: FUNCTIONS[name](a, alpha, b))(x, residual)
     one_by_one = torch.stack([FUNCTIONS[name](a, alpha, b) for a, b in zip(x, residual, strict=True)])
@@ -256,7 +253,7 @@ def test_batched_gradients(name: str) -> None:
 
 
 @functions
-def test_compilers_see_plain_operations(name: str) -> None:
+def test_compilers_see_the_eager_reference(name: str) -> None:
     given = inputs((2, 3, 4, 5))
     seen: list[str] = []
 
@@ -307,12 +304,12 @@ def test_edges_of_excitation(dtype: torch.dtype) -> None:
             "square_excitation", (x.clone().requires_grad_(), alpha.requires_grad_(), x.clone().requires_grad_())
         )
         with kernels.without_kernels():
-            plain = results(
+            eager = results(
                 "square_excitation", (x.clone().requires_grad_(), alpha.requires_grad_(), x.clone().requires_grad_())
             )
         finite = [0, 1, 5]
-        torch.testing.assert_close(found[0], plain[0], equal_nan=True)
-        torch.testing.assert_close(found[1][:, finite], plain[1][:, finite])
+        torch.testing.assert_close(found[0], eager[0], equal_nan=True)
+        torch.testing.assert_close(found[1][:, finite], eager[1][:, finite])
 
 
 def test_half_types_are_rounded_to_nearest_even() -> None:
@@ -324,7 +321,7 @@ def test_half_types_are_rounded_to_nearest_even() -> None:
 
 
 @functions
-def test_without_a_library_plain_operations_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_the_eager_reference_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs((2, 3, 4, 5))
     found = results(name, given)
     monkeypatch.setattr(cpu, "library", lambda: None)
@@ -333,7 +330,9 @@ def test_without_a_library_plain_operations_serve(name: str, monkeypatch: pytest
 
 
 def test_the_environment_turns_them_off() -> None:
-    code = "import torch; from deepsquare import kernels; print(kernels.serving(torch.ones(1, 2, 3, 4)) is not None)"
+    code = (
+        "import torch; from deepsquare import kernels; print(kernels.backend_for(torch.ones(1, 2, 3, 4)) is not None)"
+    )
     for value, expected in (("0", "False"), ("1", "True")):
         environment = {**os.environ, "DEEPSQUARE_KERNELS": value}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
@@ -343,8 +342,8 @@ def test_the_environment_turns_them_off() -> None:
 @functions
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_allocates_its_results_and_nothing_of_their_size(name: str, dtype: torch.dtype, layout: str) -> None:
-    """The guard against a slower form: a pass more over the map needs a place to write to."""
+def test_allocates_nothing_but_its_results(name: str, dtype: torch.dtype, layout: str) -> None:
+    """Guards against a slower form: another pass over the map needs memory to write to."""
     given = inputs((4, 64, 28, 28), dtype, layout)
     size = given[0].numel() * given[0].element_size()
 

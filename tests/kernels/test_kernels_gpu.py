@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deepsquare import functional as DF
 from deepsquare import kernels
-from deepsquare.kernels import cpu
+from deepsquare.kernels import MeanSquare, ReLUSquare, SquareExcitation, SquareExcitationAddReLU, cpu, dispatch
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -52,14 +52,14 @@ def test_under_the_interpreter() -> None:
 
 
 KERNELS: dict[str, dict[str, Any]] = {
-    "_pool": {},
-    "_pool_backward": {},
-    "_excite": {},
-    "_excite_backward": {},
-    "_excite alone": {"residual": None},
-    "_excite_backward alone": {"result": None, "residual_gradient": None},
-    "_relu_square": {},
-    "_relu_square_backward": {},
+    "POOL": {},
+    "POOL_BACKWARD": {},
+    "EXCITE": {"residual": None},
+    "EXCITE_BACKWARD": {"result": None, "dresidual": None},
+    "EXCITE_ADD_RELU": {},
+    "EXCITE_ADD_RELU_BACKWARD": {},
+    "RELU_SQUARE": {"grad": None},
+    "RELU_SQUARE_BACKWARD": {},
 }
 
 
@@ -73,30 +73,30 @@ def test_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     from deepsquare.kernels import gpu
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(gpu, name.partition(" ")[0])
-    for channels_last in (False, True) if name == "_pool" else (False,):  # it makes a difference in _tile alone
+    kernel = gpu._KERNELS[cpu.Kernel[name]]
+    for channels_last in (False, True) if name == "POOL" else (False,):  # it makes a difference in _tile alone
         constants = {"channels_last": channels_last, "rows": 64, "width": 4, "block": 256, **KERNELS[name]}
         constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
-        kinds = dict.fromkeys(("channels", "positions", "count"), "i64") | dict.fromkeys(constants, "constexpr")
+        kinds = dict.fromkeys(("channels", "hw", "count"), "i64") | dict.fromkeys(constants, "constexpr")
         signature = {argument: kinds.get(argument, "*bf16") for argument in kernel.arg_names}
         compiled = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32))
         assert ".f64" not in compiled.asm["ptx"], "computes in float32"
         assert compiled.asm["cubin"]
 
 
-def test_a_tensor_on_a_gpu_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_tensor_selects_the_gpu_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepsquare.kernels import gpu
 
     x: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, is_cpu=False)
-    monkeypatch.setattr(kernels, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "_is_plain_tensor", lambda tensor: True)
     for supported, expected in ((True, gpu), (False, None)):
         monkeypatch.setattr(gpu, "supports", lambda tensor, supported=supported: supported)
-        assert kernels._kernels_for(x) is expected
+        assert kernels.backend_for(x) is expected
     with kernels.without_kernels():
-        assert kernels._kernels_for(x) is None
+        assert kernels.backend_for(x) is None
 
 
-def test_without_triton_there_are_none() -> None:
+def test_without_triton_nothing_is_supported() -> None:
     code = """
 import sys
 sys.modules["triton"] = None  # import triton now raises ImportError
@@ -126,7 +126,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     from deepsquare.kernels import gpu
 
     monkeypatch.setattr("triton.runtime.interpreter._convert_float", converted)
-    monkeypatch.setattr(kernels, "_kernels_for", lambda *inputs: gpu if gpu.supports(inputs[0]) else None)
+    select = dispatch.backend_for  # says cpu where a kernel applies
+    monkeypatch.setattr(dispatch, "backend_for", lambda *inputs: gpu if select(*inputs) else None)
     with np.errstate(all="ignore"):  # a GPU does not warn of 0/0 either
         yield gpu
 
@@ -151,17 +152,17 @@ def check_value_and_gradients_are_those_of_float64(
         assert all(tensor.stride() == given[0].stride() for tensor in (found[0], found[1])), "the layout is kept"
 
 
-def every_function(kernels: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor, gradient: Tensor) -> list[Any]:
-    result = kernels.square_excitation_add_relu(x, alpha, residual)
+def every_operation(backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor, grad: Tensor) -> list[Any]:
+    result = SquareExcitationAddReLU.forward(backend, x, alpha, residual)
     return [
-        kernels.mean_square(x),
-        *kernels.mean_square_backward(gradient.flatten(2)[..., 0].float(), x),
-        kernels.square_excitation(x, alpha),
-        *kernels.square_excitation_backward(gradient, x, alpha),
+        MeanSquare.forward(backend, x),
+        *MeanSquare.backward(backend, grad.flatten(2)[..., 0].float(), x),
+        SquareExcitation.forward(backend, x, alpha),
+        *SquareExcitation.backward(backend, grad, x, alpha),
         result,
-        *kernels.square_excitation_add_relu_backward(gradient, result, x, alpha),
-        kernels.relu_square(x),
-        *kernels.relu_square_backward(gradient, x),
+        *SquareExcitationAddReLU.backward(backend, grad, x, alpha, result),
+        ReLUSquare.forward(backend, x),
+        *ReLUSquare.backward(backend, grad, x),
     ]
 
 
@@ -171,11 +172,11 @@ needs_cpu = pytest.mark.skipif(cpu.library() is None, reason="the kernels of the
 @needs_cpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @dtypes
-def check_agree_with_those_of_the_cpu(dtype: torch.dtype, layout: str, gpu: ModuleType) -> None:
+def check_agree_with_the_cpu_kernels(dtype: torch.dtype, layout: str, gpu: ModuleType) -> None:
     x = made((2, 5, 3, 7), dtype, layout)
     others = made(tuple(x.shape), seed=1).double(), torch.ones(()).expand(x.shape)  # of other types and layouts
     alpha = torch.tensor([[-0.2]], dtype=torch.bfloat16)
-    found, expected = (every_function(each, x, alpha, *others) for each in (gpu, cpu))
+    found, expected = (every_operation(each, x, alpha, *others) for each in (gpu, cpu))
     torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps + 2e-6, atol=2e-6)
     assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
 
@@ -196,24 +197,24 @@ def check_edges(dtype: torch.dtype, alpha: float, gpu: ModuleType) -> None:
     x = torch.tensor(planes).to(dtype).reshape(1, 6, 2, 2)
     other, weight = x.flip(1), torch.tensor([alpha])  # NaN meets 0, and inf small numbers
     gradient = made(tuple(x.shape), dtype, seed=1)  # finite: NaN in the result is the function's own
-    found = every_function(gpu, x, weight, other, gradient)
+    found = every_operation(gpu, x, weight, other, gradient)
     with kernels.without_kernels():
-        excited, squared = DF._square_excitation(x, weight), DF._relu_square(x)
+        excited, squared = DF.square_excitation(x, weight), DF.relu_square(x)
     summed = (excited.float() + other.float()).relu().to(dtype)  # rounded twice
     twice = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(found[2], excited, equal_nan=True)
     torch.testing.assert_close(found[5], summed, rtol=twice, atol=twice, equal_nan=True)
     torch.testing.assert_close(found[9], squared, rtol=0, atol=0, equal_nan=True)
     if cpu.library() is not None:  # gradients too, NaN where these have it
-        torch.testing.assert_close(found, every_function(cpu, x, weight, other, gradient), equal_nan=True)
+        torch.testing.assert_close(found, every_operation(cpu, x, weight, other, gradient), equal_nan=True)
 
 
 @dtypes
 def check_zero_alpha_is_exactly_the_identity(dtype: torch.dtype, gpu: ModuleType) -> None:
     x, gradient = made((2, 3, 4, 5), dtype), made((2, 3, 4, 5), dtype, seed=1)
     x[0, 0] = 0
-    assert torch.equal(gpu.square_excitation(x, torch.zeros(1)), x)
-    of_x, of_alpha = gpu.square_excitation_backward(gradient, x, torch.zeros(1))
+    assert torch.equal(SquareExcitation.forward(gpu, x, torch.zeros(1)), x)
+    of_x, of_alpha = SquareExcitation.backward(gpu, gradient, x, torch.zeros(1))
     assert torch.equal(of_x, gradient)
     assert of_alpha == 0
 
@@ -229,15 +230,15 @@ def check_what_is_supported(gpu: ModuleType) -> None:
 def check_elementwise_functions_take_any_shape(gpu: ModuleType) -> None:
     for shape in ((), (7,), (3, 1000)):
         x, gradient = made(shape), made(shape, seed=1)
-        torch.testing.assert_close(gpu.relu_square(x), x.clamp(min=0) ** 2)
-        torch.testing.assert_close(gpu.relu_square_backward(gradient, x), (2 * x.clamp(min=0) * gradient,))
+        torch.testing.assert_close(ReLUSquare.forward(gpu, x), x.clamp(min=0) ** 2)
+        torch.testing.assert_close(ReLUSquare.backward(gpu, gradient, x), (2 * x.clamp(min=0) * gradient,))
 
 
-def check_a_triton_that_cannot_run_is_told_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(x: Tensor) -> Tensor:
+def check_a_triton_that_cannot_run_warns_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(gpu, "relu_square", fail)
+    monkeypatch.setattr(gpu, "launch", fail)
     gpu._runs_on.cache_clear()
     x = torch.ones(1, 1, 2)
     with pytest.warns(UserWarning, match=r"Triton cannot run on cpu \(no C compiler\)"):

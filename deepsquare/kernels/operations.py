@@ -1,0 +1,204 @@
+"""The operations that have kernels: for each, its eager reference and the forward and backward that a backend runs.
+
+An operation decorates its eager reference, which :mod:`deepsquare.functional` defines::
+
+    @kernels.ReLUSquare
+    def _relu_square(x): ...
+
+A call then runs the kernels of the backend that :mod:`deepsquare.kernels.dispatch` selects, or the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deepsquare.kernels import blockwise, dispatch
+from deepsquare.kernels.cpu import Kernel, match_layout
+
+
+class Operation:
+    """An operation on a map, its first input. Subclasses name the backend's functions."""
+
+    forward: ClassVar[Callable[..., Tensor]]  # (backend, *inputs) → result
+    backward: ClassVar[Callable[..., tuple[Tensor, ...]]]  # (backend, grad, *saved) → one gradient per input
+
+    def __init__(self, eager: Callable[..., Tensor]) -> None:
+        self.eager = eager
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The result, by the fastest backend that takes ``inputs``."""
+        return self.run(self.backend_for(*inputs), *inputs)
+
+    def run(self, backend: ModuleType | None, *inputs: Tensor) -> Tensor:
+        """The result by ``backend``, with autograd where an input requires it; by the eager reference for None."""
+        if backend is None:
+            return self.eager(*inputs)
+        if _requires_grad(*inputs):
+            result: Tensor = _Fused.apply(self, backend, *inputs)  # type: ignore[no-untyped-call]
+            return result
+        return self.forward(backend, *inputs)
+
+    def backend_for(self, *inputs: Tensor) -> ModuleType | None:
+        """The backend for ``inputs``, the map first; None for the eager reference."""
+        return dispatch.backend_for(*inputs)
+
+    def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What the backward pass needs, the map first."""
+        return inputs
+
+    def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:
+        """The gradients by the eager reference, which can be differentiated again."""
+        return _eager_gradients(self.eager, saved, needed, grad)
+
+
+class MeanSquare(Operation):
+    """Equation (20): (N, C, spatial…) to the mean of squares of each plane, (N, C), at least in float32."""
+
+    @staticmethod
+    def forward(backend: ModuleType, x: Tensor) -> Tensor:
+        """G, the mean of F²."""
+        pooled = _per_plane(x)
+        backend.launch(Kernel.POOL, x, per_plane=pooled)
+        return pooled
+
+    @staticmethod
+    def backward(backend: ModuleType, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """2/HW · F · ``grad``, rounded once to the type of F."""
+        dx, factor = torch.empty_like(x), (grad * (2 / math.prod(x.shape[2:]))).contiguous()
+        backend.launch(Kernel.POOL_BACKWARD, x, y=dx, factor=factor)
+        return (dx,)
+
+    def backend_for(self, *inputs: Tensor) -> ModuleType | None:
+        """Also ``blockwise``, where no kernel takes the map and nothing compiles, traces or transforms it."""
+        return dispatch.backend_for(*inputs) or (blockwise if dispatch.runs_eagerly(*inputs) else None)
+
+
+class SquareExcitation(Operation):
+    """F · s, with s = G / (G + α²) and G the mean of F²."""
+
+    @staticmethod
+    def forward(backend: ModuleType, x: Tensor, alpha: Tensor) -> Tensor:
+        """F · s in the type of F."""
+        y = torch.empty_like(x)
+        backend.launch(Kernel.EXCITE, x, alpha=alpha, y=y)
+        return y
+
+    @staticmethod
+    def backward(backend: ModuleType, grad: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of F and α."""
+        dx, dalpha = torch.empty_like(x), _per_plane(x)
+        backend.launch(Kernel.EXCITE_BACKWARD, x, alpha=alpha, grad=match_layout(grad, x), y=dx, per_plane=dalpha)
+        return dx, dalpha.sum().to(alpha.dtype).reshape(alpha.shape)
+
+
+class SquareExcitationAddReLU(Operation):
+    """max(0, F · s + residual), the end of a residual block; decorates the reference of F · s."""
+
+    def __init__(self, excitation: Callable[..., Tensor]) -> None:
+        super().__init__(lambda x, alpha, residual: torch.relu(excitation(x, alpha) + residual))
+        self.excitation = excitation
+
+    def __call__(self, *inputs: Tensor, inplace: bool = False) -> Tensor:
+        """The result; ``inplace`` allows writing it over F, which happens only where no gradient needs F."""
+        x, alpha, residual = inputs
+        backend = self.backend_for(*inputs)
+        if not inplace or backend is None or _requires_grad(*inputs) or _overlap_partly(x, residual):
+            return self.run(backend, *inputs)
+        torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use the new values
+        return self.forward(backend, x, alpha, residual, inplace=True)
+
+    @staticmethod
+    def forward(backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
+        """The result, with ``inplace`` written over F."""
+        y = x if inplace else torch.empty_like(x)
+        backend.launch(Kernel.EXCITE_ADD_RELU, x, alpha=alpha, residual=match_layout(residual, x), y=y)
+        return y
+
+    @staticmethod
+    def backward(backend: ModuleType, grad: Tensor, x: Tensor, alpha: Tensor, result: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of F, α and the residual."""
+        dx, dalpha, dresidual = torch.empty_like(x), _per_plane(x), torch.empty_like(x)
+        grad, result = match_layout(grad, x), match_layout(result, x)
+        backend.launch(
+            Kernel.EXCITE_ADD_RELU_BACKWARD, x, alpha=alpha, grad=grad, result=result,
+            y=dx, dresidual=dresidual, per_plane=dalpha,
+        )  # fmt: skip
+        return dx, dalpha.sum().to(alpha.dtype).reshape(alpha.shape), dresidual
+
+    def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Instead of the residual the result, which tells where the ReLU is active."""
+        return *inputs[:2], result
+
+    def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:
+        """As in ``Operation``; the gradient of the residual is that of the sum."""
+        *inputs, result = saved
+        grad_masked = grad.masked_fill(result <= 0, 0)
+        return *_eager_gradients(self.excitation, inputs, needed[:2], grad_masked), grad_masked
+
+
+class ReLUSquare(Operation):
+    """Equation (19): max(0, t)², elementwise."""
+
+    @staticmethod
+    def forward(backend: ModuleType, x: Tensor) -> Tensor:
+        """max(0, t)²."""
+        y = torch.empty_like(x)
+        backend.launch(Kernel.RELU_SQUARE, x, y=y)
+        return y
+
+    @staticmethod
+    def backward(backend: ModuleType, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """2 · max(0, t) · ``grad``."""
+        dx = torch.empty_like(x)
+        backend.launch(Kernel.RELU_SQUARE_BACKWARD, x, grad=match_layout(grad, x), y=dx)
+        return (dx,)
+
+
+class _Fused(torch.autograd.Function):
+    """An operation by a backend's kernels; the backward pass selects the backend anew."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, backend: ModuleType, *inputs: Tensor) -> Tensor:
+        result = operation.forward(backend, *inputs)
+        ctx.operation = operation
+        ctx.save_for_backward(*operation.saved(result, *inputs))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        operation, saved = ctx.operation, ctx.saved_tensors
+        backend = None if torch.is_grad_enabled() else operation.backend_for(*saved, *grads)
+        if backend is None:
+            return None, None, *operation.eager_backward(ctx.needs_input_grad[2:], *grads, *saved)
+        return None, None, *operation.backward(backend, *grads, *saved)
+
+
+def _per_plane(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _requires_grad(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+
+
+def _overlap_partly(x: Tensor, other: Tensor) -> bool:
+    same_storage = x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same_storage and x.data_ptr() != other.data_ptr()
+
+
+def _eager_gradients(
+    eager: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
+) -> Iterator[Tensor | None]:
+    create_graph = torch.is_grad_enabled()
+    differentiated = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    if not differentiated:
+        return iter([None] * len(inputs))
+    with torch.enable_grad():
+        grads = iter(torch.autograd.grad(eager(*inputs), differentiated, grad, create_graph=create_graph))
+    return (next(grads) if need else None for need in needed)
