@@ -1,4 +1,4 @@
-# Everything runs in .venv, made from constraints.txt; a target sets it up when it is missing or out of date.
+# Everything runs in .venv, installed with constraints.txt; each target sets it up if it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -19,13 +19,16 @@ results: $(READY)
 	$(BIN)/deepsquare report --results results --figures docs/figures --output out/committed
 	cp out/committed/summary.md docs/results.md
 
-# The support matrix in docs/: every model × word, by real forward and backward passes (about half an hour).
+# The support matrix in docs/: every model × term, by real forward and backward passes (about half an hour).
 support: $(READY)
 	$(BIN)/python docs/support_matrix.py
 
-$(READY): pyproject.toml constraints.txt $(wildcard deepsquare/kernels/cpu*.[ch])
+# The last lines let torchvision, built against CUDA, work beside the CPU build of torch: see the tool's docstring.
+$(READY): pyproject.toml constraints.txt tools/torchvision_repair.py $(wildcard deepsquare/kernels/cpu*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	cp tools/torchvision_repair.py .venv/lib/python3*/site-packages/
+	cd .venv/lib/python3*/site-packages && echo "import torchvision_repair" > torchvision_repair.pth
 	touch $@
 
 clean:

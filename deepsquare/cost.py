@@ -1,4 +1,4 @@
-"""What a model costs: parameters, multiply-accumulates, activation memory. Counted on the meta device, not run."""
+"""The cost of a model: parameters, multiply-accumulates, activation memory, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -9,33 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from deepsquare.models import create_model
-from deepsquare.surgery.trace import copy_around, example_shape
 
 aten = torch.ops.aten
 
 
-def _written(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
+def _output_size(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
     return out_val.numel()
 
 
-def _read(x: Tensor, *args: Any, **kwargs: Any) -> int:
+def _input_size(x: Tensor, *args: Any, **kwargs: Any) -> int:
     return x.numel()
 
 
-# torch's counter knows convolutions and matrix products. What DeepSquare adds are elementwise products, counted here.
-ELEMENTWISE: dict[Any, Any] = {aten.mul: _written, aten.pow: _written, aten.linalg_vector_norm: _read}
+# torch's counter has convolutions and matrix products; DeepSquare adds elementwise products.
+ELEMENTWISE: dict[Any, Any] = {aten.mul: _output_size, aten.pow: _output_size, aten.linalg_vector_norm: _input_size}
 
 
-def _eigenvectors(matrix: Tensor, *args: Any, **kwargs: Any) -> int:
+def _eigh_flops(matrix: Tensor, *args: Any, **kwargs: Any) -> int:
     return 9 * matrix.numel() * matrix.shape[-1]  # Golub and Van Loan, Matrix Computations: 9n³ for the symmetric QR
 
 
-OTHERS: dict[Any, Any] = {aten._linalg_eigh: _eigenvectors}
+OTHERS: dict[Any, Any] = {aten._linalg_eigh: _eigh_flops}
 for _count in (*ELEMENTWISE.values(), *OTHERS.values()):
-    _count._get_raw = True  # asks torch's counter for tensors instead of shapes
+    _count._get_raw = True  # torch's counter then passes tensors instead of shapes
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,11 @@ class Cost:
     """The cost of one forward pass on one image.
 
     Attributes:
-        parameters: learnable numbers.
+        parameters: number of learnable values.
         macs: multiply-accumulates of convolutions, fully connected layers and other matrix products (torch's own
             count, halved), and of eigendecompositions.
-        products: elementwise products: squares, rescalings, gates.
-        activation_bytes: what a training step keeps of the forward pass for the backward pass.
+        elementwise_muls: elementwise multiplications: squares, rescalings, gates.
+        activation_bytes: memory that a training step saves in the forward pass for the backward pass.
     """
 
     parameters: int
@@ -56,9 +52,8 @@ class Cost:
     activation_bytes: int
 
     def added_to(self, base: Cost) -> dict[str, int]:
-        """What this costs beyond ``base``, field by field."""
-        mine, theirs = asdict(self), asdict(base)
-        return {key: mine[key] - theirs[key] for key in mine}
+        """The difference to ``base``, field by field."""
+        return {key: value - getattr(base, key) for key, value in asdict(self).items()}
 
 
 def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
@@ -68,10 +63,12 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
         model: any classifier that takes one tensor.
         input_shape: shape of one input without the batch; guessed when not given.
     """
+    from deepsquare.surgery.trace import copy_around, example_shape
+
     shape = tuple(input_shape) if input_shape is not None else example_shape(model)
-    hollow = copy_around(model, _hollow).train()
-    # The difference of two batches is one image: what depends on parameters alone cancels out.
-    fewer, more = (_count_batch(hollow, (batch, *shape)) for batch in (2, 3))
+    on_meta = copy_around(model, _to_meta).train()
+    # The difference of two batch sizes is one image: what depends on parameters only cancels out.
+    fewer, more = (_count_batch(on_meta, (batch, *shape)) for batch in (2, 3))
     parameters = sum(p.numel() for p in model.parameters())
     return Cost(**{**more.added_to(fewer), "parameters": parameters})
 
@@ -79,45 +76,49 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
 @cache
 def cost_of(name: str, spec: str) -> Cost:
     """The cost of a model by name, built without its weights."""
+    from deepsquare.models import create_model
+
     with torch.device("meta"):
         return cost(create_model(name, spec))
 
 
 def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     """One forward pass over a whole batch, on the meta device."""
-    owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
+    from torch.utils.flop_counter import FlopCounterMode
 
-    def keep(tensor: Tensor) -> Tensor:
+    owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in owned:
-            kept[storage._cdata] = storage.nbytes()
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE | OTHERS)
     try:
-        with torch.device("meta"), counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.device("meta"), counter, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             output = model(torch.empty(shape, dtype=anchor.dtype))
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} could not be run on an input of shape {shape}: {str(error).rstrip('.')}. "
             "Give the shape of one input without the batch as input_shape=(channels, height, width)"
         ) from error
-    del output  # it holds the graph, and with it the storages, up to here
-    counts = counter.get_flop_counts().get("Global", {})  # none where nothing multiplies
+    del output  # it kept the graph alive, and with it the storages
+    counts = counter.get_flop_counts().get("Global", {})  # empty if nothing multiplies
     elementwise_muls = sum(n for op, n in counts.items() if op in ELEMENTWISE)
     macs = sum(n for op, n in counts.items() if op not in ELEMENTWISE) // 2
-    return Cost(0, macs, elementwise_muls, sum(kept.values()))
+    return Cost(0, macs, elementwise_muls, sum(saved.values()))
 
 
-def _hollow(tensor: Tensor) -> Tensor:
-    """The same tensor without its data; a parameter stays one."""
+def _to_meta(tensor: Tensor) -> Tensor:
+    """The tensor on the meta device; a parameter stays a parameter."""
     empty = tensor.detach().to("meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def short(number: int) -> str:
+def format_count(number: int) -> str:
     """Four digits and a unit; small numbers in full."""
     for unit, size in (("G", 10**9), ("M", 10**6)):
         if number >= size:

@@ -7,13 +7,12 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import deepsquare._torchvision  # noqa: F401  (before torchvision)
 from deepsquare.surgery import equip, equip_record
 
 
@@ -35,16 +34,8 @@ def _networks(model: str, *specs: str) -> list[Network]:
 
 
 NETWORKS: tuple[Network, ...] = (
-    *_networks(  # Table 4
-        "resnet18",
-        "pooling",
-        "softmin",
-        "excitation",
-        "encoding",
-        "pooling+excitation",
-        "pooling+encoding",
-        "pooling+excitation+encoding",
-    ),
+    *_networks("resnet18", "pooling", "softmin", "excitation", "encoding"),  # Table 4
+    *(Network("resnet18", f"pooling+{rest}") for rest in ("excitation", "encoding", "excitation+encoding")),
     *_networks("resnet50", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 5
     *_networks("shufflenet_v2_x1_0", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 7
     *_networks("shufflenet_v2_x0_5", "pooling"),
@@ -52,7 +43,7 @@ NETWORKS: tuple[Network, ...] = (
 """The networks that the paper trains on ImageNet, in the order of its tables."""
 
 
-# They say where weights come from. A checkpoint has its own, so it neither stores nor obeys them.
+# Where weights come from. A checkpoint holds the weights, so it does not store these arguments.
 WEIGHT_KWARGS = ("weights", "pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
@@ -82,11 +73,11 @@ class ConvLayer(nn.Module):
 class VanillaCNN(nn.Module):
     """The vanilla CNN of Table 1, for 32×32 images.
 
-    The placements of Table 2 are specs: position ``i_j`` for i < 3 is ``square(after='layer<i>')``, ``3_4`` is
+    The rows of Table 2 are specs: position ``i_j`` for i < 3 is ``square(after='layer<i>')``, ``3_4`` is
     ``pooling``, ``4_5`` is ``square(after='pool')`` and ``5_`` is ``softmin`` with its options.
     """
 
-    pretrained_cfg = {"input_size": (3, 32, 32)}  # noqa: RUF012  # as timm's models say what they take
+    pretrained_cfg = {"input_size": (3, 32, 32)}  # noqa: RUF012  # the input size, as in timm's models
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -119,27 +110,27 @@ def create_model(
     """Build a model by name and equip it.
 
     Args:
-        name: ``vanilla_cnn`` or a name of torchvision or timm; ``torchvision/NAME`` and ``timm/NAME`` say which zoo.
-        spec: words joined by ``+``; empty for the base model.
+        name: ``vanilla_cnn`` or a name of torchvision or timm; ``torchvision/NAME`` or ``timm/NAME`` for one of them.
+        spec: terms joined by ``+``; empty for the base model.
         dropout: ratio before the last fully connected layer, see :func:`deepsquare.equip`.
-        input_shape: shape of one input without the batch, if not the model's usual one; GE-θ is built for it.
-        arguments: for the zoo's own builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
+        input_shape: shape of one input without the batch, if not the model's default; GE-θ is built for it.
+        kwargs: passed to the library's builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
     """
-    zoo, builder = _find(name)
+    library, builder = _find_builder(name)
     try:
         model = builder(**kwargs)
     except (TypeError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{zoo or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}") from error
+        raise kind(f"{library or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}") from error
     if equip_record(model) is not None and not spec and dropout is None:
-        return model  # one of timm's registered names, which are equipped already
+        return model  # a name of deepsquare.timm_models, which is equipped already
     stored = {key: value for key, value in kwargs.items() if key not in WEIGHT_KWARGS}
-    if zoo == "torchvision":
-        # Set by torchvision itself when it loads weights; and whatever is loaded needs no slow initialisation.
+    if library == "torchvision":
+        # Set by torchvision itself when it loads weights; and loaded weights need no slow initialization.
         stored |= {key: getattr(model, key) for key in ("transform_input", "aux_logits") if hasattr(model, key)}
         if "init_weights" in inspect.signature(type(model)).parameters:
             stored["init_weights"] = False
-    config = ModelConfig(f"{zoo}/{name.split('/')[-1]}" if zoo else name, stored)
+    config = ModelConfig(f"{library}/{name.split('/')[-1]}" if library else name, stored)
     model.deepsquare_config = config  # type: ignore[assignment]  # a plain attribute, no submodule
     return equip(model, spec, dropout=dropout, input_shape=input_shape)
 
@@ -147,8 +138,7 @@ def create_model(
 def _torchvision_names() -> list[str]:
     import torchvision
 
-    names: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return names
+    return list(torchvision.models.list_models(module=torchvision.models))
 
 
 def _timm_names() -> list[str]:
@@ -156,58 +146,52 @@ def _timm_names() -> list[str]:
         return []
     import timm
 
-    names: list[str] = timm.list_models()
-    return names
+    return list(timm.list_models())
 
 
-def _torchvision_builder(name: str) -> Callable[..., nn.Module]:
-    import torchvision
+def _builder(library: str, name: str) -> Callable[..., nn.Module]:
+    if library == "torchvision":
+        import torchvision
 
-    builder: Callable[..., nn.Module] = torchvision.models.get_model_builder(name)
-    return builder
-
-
-def _timm_builder(name: str) -> Callable[..., nn.Module]:
+        return partial(torchvision.models.get_model, name)
     import timm
 
-    def build(**kwargs: Any) -> nn.Module:
-        model: nn.Module = timm.create_model(name, **kwargs)
-        return model
-
-    return build
+    return partial(timm.create_model, name)
 
 
-def _find(name: str) -> tuple[str, Callable[..., nn.Module]]:
-    """The zoo that has ``name`` and what builds the model."""
+def _find_builder(name: str) -> tuple[str, Callable[..., nn.Module]]:
+    """The library that has ``name``, and the function that builds the model."""
     if not isinstance(name, str):
-        raise TypeError(f"a model is created by its name, got {name!r}; use deepsquare.equip for a model of your own")
+        raise TypeError(
+            f"expected the name of a model, got {name!r}; to add techniques to a model object use deepsquare.equip"
+        )
     if name == "vanilla_cnn":
         return "", vanilla_cnn
-    zoos = {"torchvision": _torchvision_names(), "timm": _timm_names()}
-    zoo, _, bare = name.rpartition("/")
-    if zoo and zoo not in zoos:
-        raise ValueError(f"unknown zoo {zoo!r} in {name!r}; the zoos are torchvision and timm")
-    untagged = {"torchvision": bare, "timm": bare.split(".")[0]}  # timm's names may end in the tag of some weights
-    holders = [z for z, names in zoos.items() if untagged[z] in names and zoo in ("", z)]
-    if not holders:
-        known = list(dict.fromkeys([*zoos["torchvision"], *zoos["timm"], "vanilla_cnn"] if not zoo else zoos[zoo]))
+    libraries = {"torchvision": _torchvision_names(), "timm": _timm_names()}
+    library, _, bare = name.rpartition("/")
+    if library and library not in libraries:
+        raise ValueError(f"unknown library {library!r} in {name!r}; expected torchvision or timm")
+    untagged = {"torchvision": bare, "timm": bare.split(".")[0]}  # timm's names may end in a weights tag
+    matches = [key for key, names in libraries.items() if untagged[key] in names and library in ("", key)]
+    if not matches:
+        every = [*libraries["torchvision"], *libraries["timm"], "vanilla_cnn"]
+        known = libraries[library] if library else list(dict.fromkeys(every))
         close = difflib.get_close_matches(bare.lower(), known, n=4) or known[:4]
-        hint = "" if zoos["timm"] else " (timm is not installed: pip install 'deepsquare[timm]')"
+        hint = "" if libraries["timm"] else " (timm is not installed: pip install 'deepsquare[timm]')"
         raise ValueError(f"no model named {name!r}; the nearest names are {', '.join(close)}{hint}")
-    if len(holders) == 2 and not _same_network(bare):
+    if len(matches) == 2 and not _same_network(bare):
         raise ValueError(
-            f"{name!r} names different networks in torchvision and in timm; say which: 'torchvision/{bare}' or "
-            f"'timm/{bare}'"
+            f"{name!r} names different networks in torchvision and in timm; write 'torchvision/{bare}' or 'timm/{bare}'"
         )
-    build = _torchvision_builder if holders[0] == "torchvision" else _timm_builder
-    return holders[0], build(bare)
+    return matches[0], _builder(matches[0], bare)
 
 
 @cache
 def _same_network(name: str) -> bool:
-    """Whether torchvision's and timm's model of this name have the same parameters, so that either will do."""
+    """Whether torchvision's and timm's model of this name have the same parameters."""
     shapes = []
-    for build in (_torchvision_builder(name), _timm_builder(name)):
+    for library in ("torchvision", "timm"):
         with torch.device("meta"):
-            shapes.append({key: value.shape for key, value in build().state_dict().items()})
+            model = _builder(library, name)()
+        shapes.append({key: value.shape for key, value in model.state_dict().items()})
     return shapes[0] == shapes[1]

@@ -1,6 +1,6 @@
 """The networks of Tables 4, 5 and 7 under timm's own factory: ``timm.create_model("deepsquare_resnet50_pooling")``.
 
-Importing this module registers them; ``import deepsquare`` does so when timm is installed.
+Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepsquare.models import NETWORKS, create_model
 
 __all__: list[str] = []  # timm's register_model adds each name
 
-# timm reads the input size and the normalisation from here; the numbers are ImageNet's usual ones.
+# timm reads the input size and the normalization from here; the values are those of ImageNet.
 CONFIG = {
     "input_size": (3, 224, 224),
     "crop_pct": 224 / 256,
@@ -26,7 +26,7 @@ CONFIG = {
 
 
 def timm_name(name: str, spec: str) -> str:
-    """The name under which timm knows ``name`` with ``spec``: ``deepsquare_resnet50_pooling_excitation``."""
+    """The registered name of ``name`` with ``spec``: ``deepsquare_resnet50_pooling_excitation``."""
     return "_".join(["deepsquare", name, *spec.split("+")] if spec else ["deepsquare", name])
 
 
@@ -43,7 +43,7 @@ def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
         if pretrained or in_chans != 3:
             raise ValueError(
                 f"{build.__name__} has no pretrained weights and takes 3 channels, got pretrained={pretrained}, "
-                f"in_chans={in_chans}; for other bases use deepsquare.equip on a model of your own"
+                f"in_chans={in_chans}; for other base models use deepsquare.equip"
             )
         model = create_model(f"torchvision/{name}", spec, dropout=drop_rate or None, **kwargs)
         config = {**CONFIG, "architecture": build.__name__, "num_classes": kwargs.get("num_classes", 1000)}

@@ -1,9 +1,9 @@
-"""Which word works on which model: equips every CNN of torchvision and the smallest of each CNN family of timm.
+"""which term works on which model: equips every CNN of torchvision and the smallest of each CNN family of timm.
 
     python docs/support_matrix.py            # run what results/support.jsonl does not have yet, write docs/support.md
     python docs/support_matrix.py --render   # only write docs/support.md
 
-A word *works* on a model if ``equip`` finds its sites, a training step (forward and backward pass on random images,
+A term *works* on a model if ``equip`` finds its sites, a training step (forward and backward pass on random images,
 cross-entropy) gives finite gradients everywhere and nonzero ones for every new parameter (the second step, where the
 base model starts its branches at zero), and ``unequip`` gives back the outputs of the base model bit by bit.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import multiprocessing
 import os
@@ -31,12 +30,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import deepsquare as ds
+from deepsquare.results import Row, Store, conditions
 from deepsquare.surgery import PREFIX, TECHNIQUES, Sites
 from deepsquare.surgery.techniques import BASELINES
 
 ROOT = Path(__file__).parent.parent
-ROWS, PAGE = ROOT / "results" / "support.jsonl", ROOT / "docs" / "support.md"
-WORDS = [word for word, technique in TECHNIQUES.items() if technique.kind is not None and word not in BASELINES]
+STORE, PAGE = Store(ROOT / "results" / "support.jsonl"), ROOT / "docs" / "support.md"
+TERMS = [term for term, technique in TECHNIQUES.items() if technique.kind is not None and term not in BASELINES]
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")
 # timm's modules of transformers, of hybrids with attention or state-space layers, and of MLPs. All others are CNNs.
 OTHER_NETWORKS = {
@@ -88,7 +88,7 @@ def smallest_input(model: nn.Module) -> tuple[torch.Tensor, Sites]:
         except (RuntimeError, ValueError, AssertionError):
             continue
         best = images, present
-        pooling = present.of("pooling")
+        pooling = present.of_kind("pooling")
         if not pooling or math.prod(pooling[0].shape) > pooling[0].channels:
             break
     if best is None:
@@ -113,16 +113,16 @@ def train_step(model: nn.Module, images: torch.Tensor) -> tuple[bool, bool]:
     return finite, alive
 
 
-def try_word(model: nn.Module, present: Sites, word: str, images: torch.Tensor) -> tuple[str, int]:
-    """Equip, train, unequip: the outcome in a word, and the number of sites."""
+def try_term(model: nn.Module, present: Sites, term: str, images: torch.Tensor) -> tuple[str, int]:
+    """Equip, train, unequip: the outcome, and the number of sites."""
     with torch.no_grad():
         before = model.eval()(images)
     state = copy.deepcopy(model.state_dict())
-    kind = TECHNIQUES[word].kind
+    kind = TECHNIQUES[term].kind
     assert kind is not None
-    if not present.of(kind):
+    if not present.of_kind(kind):
         return f"no site: {present.missing[kind]}", 0
-    ds.equip(model, word, input_shape=images.shape[1:])
+    ds.equip(model, term, input_shape=images.shape[1:])
     finite, alive = train_step(model, images)
     if finite and not alive:  # a gain that the base model starts at zero (NFNet's) has to move first
         finite, alive = train_step(model, images)
@@ -130,30 +130,44 @@ def try_word(model: nn.Module, present: Sites, word: str, images: torch.Tensor) 
     with torch.no_grad():
         same = torch.equal(model.eval()(images).nan_to_num(), before.nan_to_num())
     outcome = "works" if finite and alive and same else f"fails: finite={finite}, new gradients={alive}, undone={same}"
-    return outcome, len(present.of(kind))
+    return outcome, len(present.of_kind(kind))
 
 
-def rows_of(family: str, name: str, words: list[str]) -> list[dict[str, Any]]:
-    """One row for each word; runs in a process of its own."""
+def rows_of(family: str, name: str, terms: list[str]) -> list[Row]:
+    """One row per term; runs in its own process. The seconds are those of all its terms together."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.filterwarnings("ignore")
-    start, rows = time.perf_counter(), []
+    start = time.perf_counter()
     slow = name in ("torchvision/googlenet", "torchvision/inception_v3")  # their own initialisation takes minutes
-    arguments: dict[str, Any] = {"init_weights": False} if slow else {}
+    kwargs: dict[str, Any] = {"init_weights": False} if slow else {}
+    size, outcomes = None, {}
     try:
-        model = ds.create_model(name, **arguments)
+        model = ds.create_model(name, **kwargs)
         images, present = smallest_input(model)
+        size = images.shape[-1]
     except Exception as error:
-        return [{"family": family, "model": name, "word": word, "outcome": f"fails: {error}"} for word in words]
-    for word in words:
+        outcomes = dict.fromkeys(terms, (f"fails: {error}", 0))
+    for term in terms if not outcomes else ():
         try:
-            outcome, count = try_word(model, present, word, images)
+            outcomes[term] = try_term(model, present, term, images)
         except Exception as error:
-            outcome, count = f"fails: {type(error).__name__}: {error}", 0
-        rows.append({"family": family, "model": name, "word": word, "outcome": outcome, "sites": count})
+            outcomes[term] = f"fails: {type(error).__name__}: {error}", 0
     seconds = round(time.perf_counter() - start, 1)
-    return [row | {"input": images.shape[-1], "seconds_all_words": seconds, "versions": versions()} for row in rows]
+    shared = {"model": name, "family": family, "input_size": size}
+    current = conditions() | {"versions": versions()}
+    return [
+        Row(
+            "support",
+            f"{name}+{term}",
+            0,
+            {**shared, "term": term},
+            {"outcome": outcome, "sites": count},
+            seconds,
+            **current,
+        )
+        for term, (outcome, count) in outcomes.items()
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -164,65 +178,63 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "torchvision": torchvision.__version__, "timm": timm.__version__}
 
 
-def read_rows() -> list[dict[str, Any]]:
-    """The rows so far, without a last line that was cut."""
-    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+def fails(row: Row) -> bool:
+    """Whether the model has the site, but something went wrong."""
+    return bool(row.metrics["outcome"].startswith("fails"))
 
 
 def run(match: str) -> None:
-    """Run what is missing, appending each model's rows as soon as they are there."""
-    good = (row for row in read_rows() if row.get("versions") == versions() and not row["outcome"].startswith("fails"))
-    have = {(row["model"], row["word"]) for row in good}
+    """Run what is missing, storing each model's rows as soon as they are there in place of older ones."""
+    good = (row for row in STORE.rows() if row.versions == versions() and not fails(row))
+    have = {(row.recipe["model"], row.recipe["term"]) for row in good}
     jobs = []
     for family, name in [*torchvision_models(), *timm_models()]:
-        words = [word for word in WORDS if (name, word) not in have]
-        if words and match in name:
-            jobs.append((family, name, words))
-    ROWS.parent.mkdir(exist_ok=True)
+        terms = [term for term in TERMS if (name, term) not in have]
+        if terms and match in name:
+            jobs.append((family, name, terms))
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool, ROWS.open("a") as file:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
         waiting = [pool.submit(rows_of, *job) for job in jobs]
         for done in track(as_completed(waiting), total=len(waiting), description="models"):
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done.result())
-            file.flush()
+            rows = {row.row: row for row in (*STORE.rows(), *done.result())}
+            STORE.replace(rows.values())
 
 
 def render() -> None:
     """Write the page from the rows."""
-    table: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in read_rows():
-        table.setdefault(row["model"], {})[row["word"]] = row
-    parts = [HEADER.format(**next(iter(next(iter(table.values())).values()))["versions"])]
-    for zoo in ("torchvision", "timm"):
-        models = {name: words for name, words in sorted(table.items()) if name.startswith(zoo + "/")}
-        outcomes = [row["outcome"] for words in models.values() for row in words.values()]
-        works, fails = (sum(o.startswith(start) for o in outcomes) for start in ("works", "fails"))
-        sound = sum(not any(row["outcome"].startswith("fails") for row in words.values()) for words in models.values())
+    table: dict[str, dict[str, Row]] = {}
+    for row in STORE.rows():
+        table.setdefault(row.recipe["model"], {})[row.recipe["term"]] = row
+    parts = [HEADER.format(**next(iter(next(iter(table.values())).values())).versions)]
+    for library in ("torchvision", "timm"):
+        models = {name: terms for name, terms in sorted(table.items()) if name.startswith(library + "/")}
+        rows = [row for terms in models.values() for row in terms.values()]
+        works, failing = sum(row.metrics["outcome"] == "works" for row in rows), sum(map(fails, rows))
+        sound = sum(not any(map(fails, terms.values())) for terms in models.values())
         parts.append(
-            f"\n## {zoo}\n\n{sound} of {len(models)} models take every word whose site they have: {works} pairs of "
-            f"model and word work, {fails} fail.\n\n"
-            f"| family | model | {' | '.join(WORDS)} |\n|---|---|{'---|' * len(WORDS)}\n"
+            f"\n## {library}\n\n{sound} of {len(models)} models take every term whose site they have: {works} pairs of "
+            f"model and term work, {failing} fail.\n\n"
+            f"| family | model | {' | '.join(TERMS)} |\n|---|---|{'---|' * len(TERMS)}\n"
         )
-        for name, words in models.items():
-            cells = [_cell(words[word]) if word in words else "?" for word in WORDS]
-            family = next(iter(words.values()))["family"]
+        for name, terms in models.items():
+            cells = [_cell(terms[term]) if term in terms else "?" for term in TERMS]
+            family = next(iter(terms.values())).recipe["family"]
             parts.append(f"| {family} | {name.split('/')[1]} | {' | '.join(cells)} |\n")
     failures = [
-        f"- {row['model']}, {word}: {row['outcome']}\n"
-        for _, words in sorted(table.items())
-        for word, row in words.items()
-        if row["outcome"].startswith("fails")
+        f"- {name}, {term}: {row.metrics['outcome']}\n"
+        for name, terms in sorted(table.items())
+        for term, row in terms.items()
+        if fails(row)
     ]
     parts.append("\n## Failures\n\n" + ("".join(failures) or "None.\n"))
     PAGE.write_text("".join(parts))
-    print(f"wrote {PAGE.relative_to(ROOT)} from {ROWS.relative_to(ROOT)}")
+    print(f"wrote {PAGE.relative_to(ROOT)} from {STORE.path.name}")
 
 
 HEADER = """# Support matrix
 
 Made by `make support` (`docs/support_matrix.py`) with torch {torch}, torchvision {torchvision}, timm {timm}: every CNN
-classifier of torchvision, and the smallest model of each CNN family of timm. A number says that the word works, and at
+classifier of torchvision, and the smallest model of each CNN family of timm. A number says that the term works, and at
 how many sites: `equip`, a training step with finite gradients everywhere and nonzero ones for every new parameter (the
 second step, where the base model starts its branches at zero), `unequip` back to bit-identical outputs. **–** : the
 architecture has no such site (no global average pooling before the classifier; no building block in which a nonlinear
@@ -232,10 +244,10 @@ they are no CNN, `equip` refuses them.
 """
 
 
-def _cell(row: dict[str, Any]) -> str:
-    if row["outcome"] == "works":
-        return str(row["sites"])
-    return "–" if row["outcome"].startswith("no site") else "**fails**"
+def _cell(row: Row) -> str:
+    if row.metrics["outcome"] == "works":
+        return str(row.metrics["sites"])
+    return "**fails**" if fails(row) else "–"
 
 
 if __name__ == "__main__":

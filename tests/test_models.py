@@ -1,4 +1,4 @@
-"""Models by name: both zoos, the vanilla CNN of Table 1, the rows of Tables 2 to 7, and timm's own factory."""
+"""Models by name: both libraries, the vanilla CNN of Table 1, the rows of Tables 2 to 7, and timm's own factory."""
 
 import importlib
 import importlib.util
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,8 +15,6 @@ from torch.nn import functional as F
 import deepsquare as ds
 import deepsquare.timm_models
 from deepsquare.models import NETWORKS, ModelConfig, VanillaCNN, create_model
-
-timm: Any = pytest.importorskip("timm")  # after deepsquare, which prepares torchvision
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -28,16 +27,16 @@ def build(name: str, spec: str = "", **kwargs: Any) -> nn.Module:
         return create_model(name, spec, **kwargs)
 
 
-@pytest.mark.parametrize("zoo", ["torchvision", "timm"])
-def test_a_prefix_names_the_zoo(zoo: str) -> None:
-    model = build(f"{zoo}/resnet18", num_classes=3)
-    assert type(model).__module__.split(".")[0] == zoo
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_a_prefix_selects_the_library(library: str) -> None:
+    model = build(f"{library}/resnet18", num_classes=3)
+    assert type(model).__module__.split(".")[0] == library
     assert shapes(model)["fc.weight"] == (3, 512)
-    assert model.deepsquare_config == ModelConfig(f"{zoo}/resnet18", {"num_classes": 3})
+    assert model.deepsquare_config == ModelConfig(f"{library}/resnet18", {"num_classes": 3})
 
 
-def test_either_zoo_will_do_for_the_same_network() -> None:
-    both = [shapes(build(f"{zoo}/resnet50")) for zoo in ("torchvision", "timm")]
+def test_the_same_network_may_come_from_either_library() -> None:
+    both = [shapes(build(f"{library}/resnet50")) for library in ("torchvision", "timm")]
     assert both[0] == both[1] == shapes(build("resnet50"))
     assert len(both[0]) == 320
 
@@ -55,7 +54,7 @@ def test_a_name_with_a_weight_tag_is_timms() -> None:
         create_model("torchvision/resnet18.a1_in1k")
 
 
-def test_unknown_names_get_their_neighbours() -> None:
+def test_unknown_names_get_close_matches() -> None:
     with pytest.raises(ValueError, match="no model named 'resnet5'; the nearest names are") as caught:
         create_model("resnet5")
     names = str(caught.value).split(" are ")[1].split(", ")
@@ -63,7 +62,7 @@ def test_unknown_names_get_their_neighbours() -> None:
     assert len(names) == len(set(names)) == 4
     with pytest.raises(ValueError, match="nearest names are vanilla_cnn"):
         create_model("vanila_cnn")
-    with pytest.raises(ValueError, match="unknown zoo 'hub' in 'hub/resnet18'; the zoos are torchvision and timm"):
+    with pytest.raises(ValueError, match="unknown library 'hub' in 'hub/resnet18'; expected torchvision or timm"):
         create_model("hub/resnet18")
     with pytest.raises(TypeError, match=r"use deepsquare\.equip"):
         create_model(nn.ReLU())  # type: ignore[arg-type]
@@ -80,7 +79,7 @@ def test_without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "timm" else real(name, *rest))
     with pytest.raises(ValueError, match=r"timm/resnet10t.*timm is not installed: pip install 'deepsquare\[timm\]'"):
         create_model("timm/resnet10t")
-    assert type(build("vgg11")).__module__ == "torchvision.models.vgg"  # in both zoos otherwise, and different
+    assert type(build("vgg11")).__module__ == "torchvision.models.vgg"  # in both libraries otherwise, and different
 
 
 def test_table_1() -> None:
@@ -165,7 +164,7 @@ def test_the_rows_of_tables_2_and_3_are_specs(row: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == 94_762 + scales
 
 
-WORDS = {"SP": "pooling", "SS": "softmin", "SEx": "excitation", "SEn": "encoding", "base": ""}
+TERMS = {"SP": "pooling", "SS": "softmin", "SEx": "excitation", "SEn": "encoding", "base": ""}
 PAPER = {  # the method column; a row printed twice for other epochs or from another source is one network
     ("Table 4", "resnet18"): "base, SP, SS, SEx, SEn, SP & SEx, SP & SEn, SP & SEx & SEn",
     ("Table 5", "resnet50"): "base, SP, SS, SEn, SP & SEx",
@@ -175,7 +174,7 @@ PAPER = {  # the method column; a row printed twice for other epochs or from ano
 
 
 def spec_of(label: str) -> str:
-    return "+".join(WORDS[word] for word in label.split(" & "))
+    return "+".join(TERMS[part] for part in label.split(" & "))
 
 
 def test_tables_hold_the_rows_of_the_paper() -> None:
@@ -197,7 +196,7 @@ def test_the_tables_are_timm_models() -> None:
 def test_timm_builds_and_describes_the_model() -> None:
     model = timm.create_model("deepsquare_resnet50_pooling_excitation", num_classes=7, drop_rate=0.25)
     assert shapes(model) == shapes(build("resnet50", "pooling+excitation", num_classes=7))
-    assert [m.p for m in model.fc.modules() if isinstance(m, nn.Dropout)] == [0.25]
+    assert [m.p for m in model.get_submodule("fc").modules() if isinstance(m, nn.Dropout)] == [0.25]
     config = timm.data.resolve_data_config({}, model=model)
     assert config["input_size"] == (3, 224, 224)
     assert config["mean"] == (0.485, 0.456, 0.406)
@@ -225,6 +224,6 @@ def test_running_the_registration_again_changes_nothing() -> None:
     assert timm.list_models("deepsquare_*") == before
 
 
-def test_unknown_words_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=re.escape("unknown word 'squares'") + ".*pooling, softmin, excitation"):
+def test_unknown_terms_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=re.escape("unknown term 'squares'") + ".*pooling, softmin, excitation"):
         create_model("vanilla_cnn", "squares")

@@ -1,6 +1,6 @@
-"""Gates at the end of a branch: Gather-Excite and the block of GSoP-Net. Each returns the map times a gate in (0, 1).
+"""Channel attention: Gather-Excite and the block of GSoP-Net. Each returns the map times a gate in (0, 1).
 
-Squeeze-and-Excitation is torchvision's own ``SqueezeExcitation``.
+Squeeze-and-Excitation is torchvision's ``SqueezeExcitation``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class GatherExcite(nn.Module):
 
     Args:
         channels: channels of the map.
-        size: height and width of the map, which GE-θ needs for the whole map: one weight for each position.
+        size: height and width of the map, for GE-θ over the whole map: it has one weight for each position.
         extent: 2, 4 or 8 positions, or 0 for the whole map.
-        learned: GE-θ, instead of GE-θ⁻.
-        reduction: of the channels in GE-θ⁺; 0 for the others.
+        learned: GE-θ instead of GE-θ⁻.
+        reduction: reduction ratio of the channels in GE-θ⁺; 0 for the others.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class GatherExcite(nn.Module):
         """(N, C, H, W) to the same shape."""
         if self.size is not None and tuple(x.shape[2:]) != self.size:
             raise ValueError(
-                f"the map is {_by(x.shape[2:])}, but this GE-θ has a weight for each position of {_by(self.size)}: it "
-                "takes one input size. Equip the model with that size (input_shape=…), or give a finite extent"
+                f"the map is {_format_size(x.shape[2:])}, but this GE-θ has one weight for each position of "
+                f"{_format_size(self.size)}. Equip the model for that input size (input_shape=…), or give an extent"
             )
         gate = self.mix(self.gather(x)).sigmoid()
         if self.extent:
@@ -59,7 +59,7 @@ class GatherExcite(nn.Module):
 
 
 class _Average(nn.Module):
-    """The mean over the 2e − 1 positions around every e-th one, or over the whole map."""
+    """The mean over windows of 2e − 1 positions with stride e, or over the whole map."""
 
     def __init__(self, extent: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _squeeze(channels: int, reduction: int) -> nn.Sequential:
     return nn.Sequential(nn.ReLU(inplace=True), layers[0], nn.ReLU(inplace=True), layers[1])
 
 
-def _by(size: Sequence[int]) -> str:
+def _format_size(size: Sequence[int]) -> str:
     return "×".join(map(str, size))
 
 
@@ -103,8 +103,8 @@ class GSoP(nn.Module):
 
     Args:
         channels: channels of the map.
-        size: channels that the covariance is taken of.
-        stride: of the reduction to ``size`` channels; its authors take 2 in the first stage.
+        size: number of channels of the covariance.
+        stride: of the reduction to ``size`` channels; 2 in the first stage in the authors' release.
     """
 
     def __init__(self, channels: int, size: int = 128, stride: int = 1) -> None:
@@ -113,7 +113,7 @@ class GSoP(nn.Module):
             nn.ReLU(), nn.Conv2d(channels, size, 1, stride), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
         )
         self.norm = nn.BatchNorm2d(size)
-        self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix by itself
+        self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix separately
         self.expand = nn.Conv2d(4 * size, channels, 1)
         init_kaiming(self)
 

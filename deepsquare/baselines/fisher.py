@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsquare.baselines.second_order import signed_root
-from deepsquare.baselines.second_order_pooling import Head
+from deepsquare.baselines.second_order_pooling import SecondOrderPooling
 
 Model = TypeVar("Model", bound=nn.Module)
-PER_IMAGE = 16  # positions of an image that the mixture is fitted to
+PER_IMAGE = 16  # positions per image that the mixture is fitted to
 
 
 def posteriors(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
-    """γ_t(k): how likely descriptor x_t is to come from component k.
+    """γ_t(k): the probability that descriptor x_t comes from component k.
 
     Args:
         x: descriptors, (B, N, D).
@@ -37,7 +37,7 @@ def posteriors(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> 
 def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
     """The gradients of the log-likelihood by the means and by the deviations, Equations (1) and (2).
 
-    They are put together from the sums b_k, M_k and S_k of Equations (3) to (5), which are matrix products; the
+    They are computed from the sums b_k, M_k and S_k of Equations (3) to (5), which are matrix products; the
     arguments are those of :func:`posteriors`.
 
     Returns:
@@ -54,14 +54,14 @@ def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) 
     return torch.cat([part.flatten(1) for part in parts], 1)
 
 
-class FisherVector(Head):
-    """The Fisher vector of the map's positions, with signed square root and L2 normalisation.
+class FisherVector(SecondOrderPooling):
+    """The Fisher vector of the map's positions, with signed square root and L2 normalization.
 
-    The mixture is no parameter: it is fitted once, by :func:`fit_fisher`, and then kept.
+    The mixture is a buffer, not a parameter: it is fitted once, by :func:`fit_fisher`.
 
     Args:
         channels: channels of the map.
-        components: of the mixture.
+        components: number of components of the mixture.
         size: what the channels are reduced to; the result has 2·components·size values.
     """
 
@@ -88,8 +88,8 @@ class FisherVector(Head):
         return super().forward(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """The Fisher vector, normalised."""
-        # In float64, as the sums of squares lose digits to cancellation; an almost empty component is 0 in half types.
+        """The normalized Fisher vector."""
+        # In float64, as the sums of squares cancel; a small weight of a component underflows in half precision.
         weights, variances = (values.double().clamp(min=1e-10) for values in (self.weights, self.variances))
         vector = fisher_vector(x.flatten(2).mT.double(), weights, self.means.double(), variances)
         return F.normalize(signed_root(vector)).to(x.dtype)
@@ -103,23 +103,23 @@ class FisherVector(Head):
 def fit_fisher(model: Model, loader: Iterable[Any], *, descriptors: int = 50_000, seed: int = 0) -> Model:
     """Fit the mixture of the model's :class:`FisherVector` to the features of ``loader``, in place.
 
-    The reduction is set to the principal components of the features, and the mixture fitted to what it returns.
+    The reduction is set to the principal components of the features, and the mixture is fitted to its output.
 
     Args:
         model: equipped with ``fisher``.
-        loader: batches of images, or tuples that begin with one.
-        descriptors: how many positions are taken, 16 of an image; the loader is left once there are so many.
-        seed: of that choice and of the fit.
+        loader: batches of images, or tuples whose first element is such a batch.
+        descriptors: maximum number of positions, 16 per image; reading stops when they are reached.
+        seed: of the choice of positions and of the fit.
     """
     layers = [module for module in model.modules() if isinstance(module, FisherVector)]
     if len(layers) != 1:
-        raise ValueError(f"the model has {len(layers)} Fisher vectors; expected one: equip(model, 'fisher')")
+        raise ValueError(f"the model has {len(layers)} Fisher vectors; expected 1: equip(model, 'fisher')")
     (layer,) = layers
     features = _features(model, layer, loader, descriptors, seed)
     components, size = layer.means.shape
-    needed = max(components, size)
-    if len(features) < needed:
-        raise ValueError(f"the loader gave {len(features)} positions; expected at least {needed}, better many more")
+    minimum = max(components, size)
+    if len(features) < minimum:
+        raise ValueError(f"the loader gave {len(features)} positions; expected at least {minimum}, better many more")
     try:
         from sklearn.decomposition import PCA
         from sklearn.mixture import GaussianMixture
@@ -148,38 +148,38 @@ def _set(target: Tensor, values: np.ndarray[Any, Any]) -> None:
 def _features(
     model: nn.Module, layer: FisherVector, loader: Iterable[Any], descriptors: int, seed: int
 ) -> np.ndarray[Any, Any]:
-    """What the layer is given, position by position: (at most ``descriptors``, C)."""
-    found: list[Tensor] = []
+    """Input features of the layer at random positions: (at most ``descriptors``, C)."""
+    chunks: list[Tensor] = []
     generator = torch.Generator().manual_seed(seed)
     anchor = next(model.parameters())
 
-    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         maps = inputs[0].detach().flatten(2)
         chosen = torch.randperm(maps.shape[2], generator=generator)[:PER_IMAGE]
-        found.append(maps[:, :, chosen.to(maps.device)].float().mT.flatten(0, 1).cpu())
+        chunks.append(maps[:, :, chosen.to(maps.device)].float().mT.flatten(0, 1).cpu())
 
     training = {module: module.training for module in model.modules()}
-    handle = layer.register_forward_pre_hook(keep)
+    handle = layer.register_forward_pre_hook(collect)
     try:
         model.eval()
         with torch.no_grad():
             for batch in loader:
                 images = batch[0] if isinstance(batch, (tuple, list)) else batch
                 if not isinstance(images, Tensor) or images.ndim != 4:
-                    given = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+                    received = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
                     raise TypeError(
-                        f"the loader gave {given}; expected images (N, C, H, W), or a tuple that begins with them"
+                        f"the loader gave {received}; expected images (N, C, H, W), or a tuple that starts with them"
                     )
                 model(images.to(anchor.device, anchor.dtype))
-                if sum(map(len, found)) >= descriptors:
+                if sum(map(len, chunks)) >= descriptors:
                     break
     finally:
         handle.remove()
         for module, before in training.items():
             module.training = before
-    if not found:
+    if not chunks:
         raise ValueError("the loader is empty; expected batches of images")
-    features = torch.cat(found)[:descriptors]
+    features = torch.cat(chunks)[:descriptors]
     if not bool(features.isfinite().all()):
         raise ValueError("the features are not finite; has the model diverged?")
     if not bool(features.var(0).any()):

@@ -1,7 +1,7 @@
-"""Second-order statistics of a map, and what their networks make of them: the functions.
+"""Second-order statistics of a map and their normalizations, as functions.
 
-Everything here is computed in float32 at least, outside autocast: a covariance is a sum of products, and a matrix
-square root loses half of the digits.
+Callers compute these in at least float32, outside autocast: a covariance is a sum of products, and a matrix square root
+loses half of the digits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ TINY = torch.finfo(torch.float32).tiny
 def covariance(x: Tensor) -> Tensor:
     """Σ = X·(1/N)(I − 11ᵀ/N)·Xᵀ of the N positions of a map: (B, C, spatial…) → (B, C, C)."""
     x = x.flatten(2)
-    centred = x - x.mean(2, keepdim=True)
-    return centred @ centred.mT / x.shape[2]
+    centered = x - x.mean(2, keepdim=True)
+    return centered @ centered.mT / x.shape[2]
 
 
 def root_by_eigenvalues(matrix: Tensor) -> Tensor:
     """The square root of symmetric positive semidefinite matrices (…, C, C), by eigendecomposition (MPN-COV).
 
     Its gradient is that of the Sylvester equation dΣ = dR·R + R·dR: in the basis of the eigenvectors, division by
-    √λ_i + √λ_j. There is no 1/(λ_i − λ_j) in it, which makes ``torch.linalg.eigh`` return NaN where eigenvalues
+    √λ_i + √λ_j. It has no term 1/(λ_i − λ_j), for which ``torch.linalg.eigh`` returns NaN where eigenvalues
     coincide, as the zeros of a rank-deficient matrix do. Where both are zero the gradient is set to zero: a covariance
-    of N positions keeps its rank when the map moves a little, so that block does not change to first order.
+    of N positions keeps its rank under small changes of the map, so that block does not change to first order.
     """
     root: Tensor = _RootByEigenvalues.apply(matrix)[0]  # type: ignore[no-untyped-call]
     return root
@@ -38,7 +38,7 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        values, vectors = (found.to(matrix.dtype) for found in torch.linalg.eigh(matrix.double()))
+        values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
     return values, vectors
 
 
@@ -46,8 +46,8 @@ class _RootByEigenvalues(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        values, vectors = _eigh(torch.where(finite, matrix, 0))  # it fails on what is not finite
-        # What is lost in rounding counts as zero, whatever its sign.
+        values, vectors = _eigh(torch.where(finite, matrix, 0))  # eigh fails on values that are not finite
+        # Eigenvalues within rounding error are zero, whatever their sign.
         noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
         roots = torch.where(values > noise, values, 0).sqrt()
         root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
@@ -86,13 +86,13 @@ class _Sylvester(torch.autograd.Function):
 
 
 def root_by_newton_schulz(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """The square root of symmetric positive semidefinite matrices (…, C, C) by matrix products alone (iSQRT-COV).
+    """The square root of symmetric positive semidefinite matrices (…, C, C) by matrix products only (iSQRT-COV).
 
     A = Σ/tr Σ, Y₀ = A, Z₀ = I; then T = ½(3I − Z·Y), Y ← Y·T, Z ← T·Z; the result is √(tr Σ)·Y. It is close to the
     root for the large eigenvalues and below it for the small ones. A zero matrix has a zero root, and a zero gradient.
     """
     if iterations < 1:
-        raise ValueError(f"iterations is {iterations}; expected at least 1, its authors take 5")
+        raise ValueError(f"iterations is {iterations}; expected at least 1 (its authors use 5)")
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     empty = trace <= TINY
     trace = torch.where(empty, 1, trace)
@@ -125,23 +125,23 @@ def bilinear(x: Tensor) -> Tensor:
 
 
 def count_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
-    """Add channel c, times ``sign[c]``, to place ``index[c]`` of ``size`` places: (…, C) → (…, size)."""
+    """Add channel c, times ``sign[c]``, to bin ``index[c]`` of ``size`` bins: (…, C) → (…, size)."""
     return x.new_zeros(*x.shape[:-1], size).index_add(-1, index, x * sign)
 
 
 def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
-    """A random projection of :func:`bilinear` that keeps inner products on average, without its C² values.
+    """A random projection of :func:`bilinear` that preserves inner products in expectation, without its C² values.
 
     The count sketch of an outer product is the circular convolution of two count sketches, hence a product of their
-    Fourier transforms. The mean over the positions is taken before the transform back: (B, C, spatial…) → (B, size).
+    Fourier transforms. The mean over the positions is taken before the inverse transform: (B, C, spatial…) → (B, size).
 
     Args:
         x: the map.
-        index: places of two independent count sketches, (2, C).
+        index: bins of two independent count sketches, (2, C).
         sign: their signs, (2, C).
-        size: how many places there are.
+        size: number of bins.
     """
-    if not x.numel():  # torch has no Fourier transform of nothing
+    if not x.numel():  # torch.fft.rfft refuses empty tensors
         return x.new_zeros(x.shape[0], size)
     x = x.flatten(2).mT  # (B, N, C)
     first, second = (torch.fft.rfft(count_sketch(x, index[i], sign[i], size)) for i in (0, 1))

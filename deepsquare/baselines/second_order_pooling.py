@@ -1,4 +1,4 @@
-"""Poolings that return more values than channels, for a wider classifier: second-order networks.
+"""Second-order poolings, which return more values than channels, for a wider classifier.
 
 Each takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1).
 """
@@ -15,12 +15,12 @@ from deepsquare.baselines import second_order
 from deepsquare.baselines._common import fp32_context, init_kaiming
 
 
-class Head(nn.Module, ABC):
-    """A map to ``out_channels`` values, computed by ``values`` in float32 and returned in the type of the map.
+class SecondOrderPooling(nn.Module, ABC):
+    """Pools a map to ``out_channels`` values, computed by ``values`` in float32 and returned in the map's dtype.
 
     Args:
-        reduce: makes the map that the statistics are taken of.
-        out_channels: how many values there are.
+        reduce: applied to the map before its statistics are computed.
+        out_channels: number of values.
     """
 
     def __init__(self, reduce: nn.Module, out_channels: int) -> None:
@@ -41,18 +41,18 @@ class Head(nn.Module, ABC):
 
 
 def _reduction(channels: int, size: int) -> nn.Sequential:
-    """1×1 convolution, batch normalisation, ReLU."""
+    """1×1 convolution, batch normalization, ReLU."""
     layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
     return init_kaiming(nn.Sequential(*layers))
 
 
-class CovariancePooling(Head):
+class CovariancePooling(SecondOrderPooling):
     """MPN-COV (Li et al., 2017) and iSQRT-COV (Li et al., 2018): the square root of the channels' covariance.
 
     Args:
         channels: channels of the map.
-        size: what they are reduced to; the result has size·(size + 1)/2 values.
-        iterations: of Newton–Schulz (iSQRT-COV), or 0 for the eigendecomposition (MPN-COV).
+        size: what the channels are reduced to; the result has size·(size + 1)/2 values.
+        iterations: of the Newton–Schulz method (iSQRT-COV), or 0 for the eigendecomposition (MPN-COV).
     """
 
     def __init__(self, channels: int, size: int = 256, iterations: int = 0) -> None:
@@ -60,35 +60,35 @@ class CovariancePooling(Head):
         self.iterations = iterations
 
     def values(self, x: Tensor) -> Tensor:
-        """The upper triangle of the root."""
+        """The upper triangle of the matrix square root."""
         matrix = second_order.covariance(x)
-        if self.iterations:
-            return second_order.upper_triangle(second_order.root_by_newton_schulz(matrix, self.iterations))
-        return second_order.upper_triangle(second_order.root_by_eigenvalues(matrix))
+        n = self.iterations
+        root = second_order.root_by_newton_schulz(matrix, n) if n else second_order.root_by_eigenvalues(matrix)
+        return second_order.upper_triangle(root)
 
 
-class BilinearPooling(Head):
-    """Bilinear pooling (Lin et al., 2015), Equation (6): second moments, signed square root, L2 normalisation.
+class BilinearPooling(SecondOrderPooling):
+    """Bilinear pooling (Lin et al., 2015), Equation (6): second moments, signed square root, L2 normalization.
 
     Args:
         channels: channels of the map.
-        size: what they are reduced to, or 0 to leave them; the result has size² values.
+        size: what the channels are reduced to, or 0 for no reduction; the result has size² values.
     """
 
     def __init__(self, channels: int, size: int = 128) -> None:
         super().__init__(_reduction(channels, size) if size else nn.Identity(), (size or channels) ** 2)
 
     def values(self, x: Tensor) -> Tensor:
-        """The moments, normalised."""
+        """The normalized moments."""
         return F.normalize(second_order.signed_root(second_order.bilinear(x)))
 
 
-class CompactBilinearPooling(Head):
+class CompactBilinearPooling(SecondOrderPooling):
     """Compact bilinear pooling (Gao et al., 2016): a tensor sketch of the second moments of all channels.
 
     Args:
         channels: channels of the map.
-        size: how many values are returned.
+        size: number of values returned.
     """
 
     index: Tensor
@@ -100,6 +100,6 @@ class CompactBilinearPooling(Head):
         self.register_buffer("sign", 2.0 * torch.randint(2, (2, channels)) - 1)
 
     def values(self, x: Tensor) -> Tensor:
-        """The sketch, normalised."""
+        """The normalized sketch."""
         sketch = second_order.tensor_sketch(x, self.index, self.sign.to(x.dtype), self.out_channels)
         return F.normalize(second_order.signed_root(sketch))

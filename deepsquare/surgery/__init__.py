@@ -1,8 +1,6 @@
-"""Surgery: finding the sites of a CNN, equipping it, taking the equipment off, folding it for the test phase."""
+"""Surgery: finding the sites of a CNN, adding techniques to them, removing these, folding for inference."""
 
-from deepsquare.surgery.folding import fold
-from deepsquare.surgery.insertion import PREFIX
-from deepsquare.surgery.operation import (
+from deepsquare.surgery.equip import (
     EquipRecord,
     check_intact,
     equip,
@@ -13,8 +11,11 @@ from deepsquare.surgery.operation import (
     unequip,
     unwrap,
 )
+from deepsquare.surgery.fold import fold
+from deepsquare.surgery.insertion import PREFIX
 from deepsquare.surgery.site import KINDS, Kind, Site, Sites
-from deepsquare.surgery.techniques import TECHNIQUES, Technique, Term, format_spec, parse_spec
+from deepsquare.surgery.spec import Term, format_spec, parse_spec
+from deepsquare.surgery.techniques import TECHNIQUES, Technique
 
 __all__ = [
     "KINDS",

@@ -1,21 +1,19 @@
 """Residual blocks that end with Square-Excitation, run in fewer passes over the map.
 
-A ResNet's block ends with an addition and a ReLU, each a pass over the map of its own. With the excitation fused into
-them (:func:`deepsquare.functional.square_excitation_add_relu`) the equipped block takes no more passes than the plain
-one. This is done for the blocks known here, in eager mode; the others, and whatever looks at modules or operations one
-by one (hooks, compilers, exporters), see the block as its authors wrote it.
+A ResNet's block ends with an addition and a ReLU, each a pass over the map. With the excitation fused into them
+(:func:`deepsquare.functional.square_excitation_add_relu`) the equipped block needs no more passes than the base block.
+This is done for the classes in ``BRANCHES``, in eager mode; other blocks, and whatever observes modules or operations
+one by one (hooks, compilers, exporters), run the block's original ``forward``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torchvision.models import resnet as torchvision_resnet
 
 from deepsquare import functional as DF
 from deepsquare import kernels
@@ -45,32 +43,29 @@ def _timm_bottleneck(block: Any, x: Tensor) -> Any:
     return block.conv3(block.aa(block.act2(block.drop_block(block.bn2(block.conv2(x))))))
 
 
-@functools.cache
-def _known() -> dict[type[nn.Module], tuple[Branch, str, str]]:
-    """For a block's class: its main branch up to the last normalisation, the names of that one and of the last ReLU."""
-    known: dict[type[nn.Module], tuple[Branch, str, str]] = {
-        torchvision_resnet.BasicBlock: (_torchvision_basic, "bn2", "relu"),
-        torchvision_resnet.Bottleneck: (_torchvision_bottleneck, "bn3", "relu"),
-    }
-    try:
-        from timm.models import resnet as timm_resnet
-    except ImportError:
-        return known
-    return known | {
-        timm_resnet.BasicBlock: (_timm_basic, "bn2", "act2"),
-        timm_resnet.Bottleneck: (_timm_bottleneck, "bn3", "act3"),
-    }
+# By module and name, as neither library is imported for it: the main branch up to the last normalization, the names of
+# that normalization and of the last ReLU.
+BRANCHES: dict[tuple[str, str], tuple[Branch, str, str]] = {
+    ("torchvision.models.resnet", "BasicBlock"): (_torchvision_basic, "bn2", "relu"),
+    ("torchvision.models.resnet", "Bottleneck"): (_torchvision_bottleneck, "bn3", "relu"),
+    ("timm.models.resnet", "BasicBlock"): (_timm_basic, "bn2", "act2"),
+    ("timm.models.resnet", "Bottleneck"): (_timm_bottleneck, "bn3", "act3"),
+}
+
+
+def _key(block_class: type[nn.Module]) -> tuple[str, str]:
+    return block_class.__module__, block_class.__qualname__
 
 
 class FusedBlock(DynamicSubclass):
-    """A known block: ``forward`` runs its end in one pass where that can be."""
+    """A block of ``BRANCHES``: ``forward`` runs its end in one pass where possible."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the block computes."""
+        """The output of the block."""
         fused = kernels.backend_for(x)
         if fused is None:
             return self._as_written(x)
-        branch, norm_name, relu_name = _known()[self.deepsquare_base]
+        branch, norm_name, relu_name = BRANCHES[_key(self.deepsquare_base)]
         norm, relu = self._modules[norm_name], self._modules[relu_name]
         if not _can_fuse(self, norm, relu):
             return self._as_written(x)
@@ -81,9 +76,9 @@ class FusedBlock(DynamicSubclass):
         excitation: SquareExcitation = getattr(norm, EXCITATION)
         residual = residual.to(inside.dtype)
         known = type(residual) is Tensor and residual.shape == inside.shape and fused.supports(inside)
-        if known and not torch.is_grad_enabled():  # nothing to be asked again: for one image, Python's time counts
-            y: Tensor = fused.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)
-            return y
+        if known and not torch.is_grad_enabled():  # skips the checks: for one image, Python's time counts
+            forward = kernels.SquareExcitationAddReLU.forward
+            return forward(fused, inside, excitation.alpha, residual, inplace=True)
         return DF.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)  # as the block's own end
 
     def _as_written(self, x: Tensor) -> Tensor:
@@ -92,9 +87,11 @@ class FusedBlock(DynamicSubclass):
 
 
 def fuse_blocks(model: nn.Module) -> None:
-    """Let every known block of ``model`` that ends with Square-Excitation run its end in one pass."""
+    """Let every block of ``BRANCHES`` that ends with Square-Excitation run its end in one pass."""
     for block in model.modules():
-        if type(block) in _known() and hasattr(getattr(block, _known()[type(block)][1]), EXCITATION):
+        _, norm_name, _ = BRANCHES.get(_key(type(block)), (None, "", ""))
+        plain = not isinstance(block, DynamicSubclass)  # nothing is inserted at the block itself
+        if plain and norm_name and hasattr(getattr(block, norm_name), EXCITATION):
             block.__class__ = dynamic_subclass(FusedBlock, type(block))
 
 
@@ -106,7 +103,7 @@ def unfuse_blocks(model: nn.Module) -> None:
 
 
 def _can_fuse(block: nn.Module, norm: nn.Module | None, relu: nn.Module | None) -> bool:
-    """Asked at every call: modules are looked up where torch keeps them, not through ``__getattr__``."""
+    """Runs at every call: modules are looked up in ``_modules``, not through the slower ``__getattr__``."""
     if not isinstance(norm, WithInserted) or type(relu) is not nn.ReLU:
         return False
     inserted, parts = norm._modules.get(EXCITATION), block._modules
@@ -121,7 +118,7 @@ def _can_fuse(block: nn.Module, norm: nn.Module | None, relu: nn.Module | None) 
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether something would have to be called with the module's own input or output."""
+    """Whether a hook or a patched ``forward`` observes the module's own input or output."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -27,33 +27,33 @@ class _Block:
 
 
 def find_sites(model: nn.Module, graph: Graph) -> Sites:
-    """All sites of ``model``, whose data flow is ``graph``; refuses transformers and others that are no CNN."""
+    """All sites of ``model``, whose data flow is ``graph``; refuses transformers and others that are not CNNs."""
     blocks = _blocks(graph)
     _refuse_other_networks(model, graph, blocks)
     results: dict[Kind, list[Site] | str] = {"pooling": _pooling(graph), "logits": _logits(graph)}
-    for kind, place in PLACES.items():
-        placed = [place(graph, block) for block in blocks]
-        stuck = [result for result in placed if isinstance(result, str)]
+    for kind, find in BLOCK_SITES.items():
+        in_blocks = [find(graph, block) for block in blocks]
+        reasons = [result for result in in_blocks if isinstance(result, str)]
         # By path: in a dual path network one main branch serves an addition and a concatenation.
-        sites = {site.path: site for result in placed if not isinstance(result, str) for site in result}
-        results[kind] = stuck[0] if stuck else _by_stage(list(sites.values())) or NO_BLOCKS
-    found = [site for result in results.values() if not isinstance(result, str) for site in result]
+        by_path = {site.path: site for result in in_blocks if not isinstance(result, str) for site in result}
+        results[kind] = reasons[0] if reasons else _by_stage(list(by_path.values())) or NO_BLOCKS
+    sites = tuple(site for result in results.values() if not isinstance(result, str) for site in result)
     missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
-    return Sites(tuple(found), missing, graph.input_shape, *_classifier(graph))
+    return Sites(sites, missing, graph.input_shape, *_classifier(graph))
 
 
 def _by_stage(sites: list[Site]) -> list[Site]:
     """The sites in blocks, with their stages numbered."""
     numbered: list[Site] = []
     for site in sites:
-        before = numbered[-1] if numbered else None
-        same = before is not None and before.shape == site.shape
-        numbered.append(replace(site, stage=(before.stage if before else 0) + (not same)))
+        stage = numbered[-1].stage if numbered else 0
+        same = bool(numbered) and numbered[-1].shape == site.shape
+        numbered.append(replace(site, stage=stage + (not same)))
     return numbered
 
 
 def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
-    """The output of the module that a word names."""
+    """The output of the module that a term names."""
     try:
         module = model.get_submodule(path) if path else None
     except AttributeError:
@@ -61,22 +61,24 @@ def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
     if module is None:
         children = ", ".join(name for name, _ in model.named_children())
         raise ValueError(
-            f"{type(model).__name__} has no module {path!r} for the word {term!r}; name one as in "
-            f"{term}(after='…'). At its top are: {children}"
+            f"{type(model).__name__} has no module {path!r} for the term {term!r}; name one as in "
+            f"{term}(after='…'). Its children are: {children}"
         )
-    while isinstance(module, nn.Sequential) and len(module):  # a child of a Sequential would be run by it
+    while isinstance(module, nn.Sequential) and len(module):  # an inserted child of a Sequential would be run by it
         name, module = list(module.named_children())[-1]
         path = f"{path}.{name}"
     if isinstance(module, CONTAINERS):
         raise ValueError(f"{path} is a {type(module).__name__}, which has no output of its own; name a module in it")
     call = next((call for call in graph.calls if call.module is module and call.output >= 0), None)
     if call is None:
-        raise ValueError(f"{path} is not run by {type(model).__name__}'s forward; name a module for {term!r} that is")
+        raise ValueError(
+            f"{path} is not called by {type(model).__name__}'s forward; name a module for {term!r} that is"
+        )
     return _site(graph, "named", replace(call, path=path), "output")
 
 
 def last_strides(graph: Graph) -> list[str] | str:
-    """The convolutions that make the map of the last stage smaller, by path; or why they cannot go at stride 1."""
+    """The paths of the convolutions that downsample to the map of the last stage; or why they cannot have stride 1."""
     pool = _pooling_node(graph)
     if pool is None:
         return NO_POOLING
@@ -89,13 +91,13 @@ def last_strides(graph: Graph) -> list[str] | str:
         call = graph.calls[node.call]
         layer = call.module
         if not node.is_conv or not isinstance(layer, nn.Conv2d) or graph.times_called[layer] > 1:
-            return f"the map is made smaller by {call.path or node.op}, which is no convolution of its own"
+            return f"the map is downsampled by {call.path or node.op}, which is not a convolution that is used once"
         if not isinstance(layer.padding, str) and any(
             2 * p != d * (k - 1) for p, d, k in zip(layer.padding, layer.dilation, layer.kernel_size, strict=True)
         ):
             return f"{call.path} would not keep the size of its map at stride 1"
         paths.append(call.path)
-    return paths or "no layer makes the map of the last stage smaller"
+    return paths or "no layer downsamples the map of the last stage"
 
 
 def reader_of_pooling(graph: Graph) -> str:
@@ -105,23 +107,23 @@ def reader_of_pooling(graph: Graph) -> str:
     layers = [n for n in graph.nodes if n.is_layer and graph.depends(n.index, pool.index)]
     if layers:
         call = graph.calls[layers[0].call]
-        way = [*_skip_views(graph, layers[0].inputs[0])]
+        reads = [*_skip_views(graph, layers[0].inputs[0])]
         fits = base_class(call.module) in (nn.Linear, nn.Conv2d) and getattr(call.module, "groups", 1) == 1
         fits = fits and isinstance(call.module._parameters.get("weight"), nn.Parameter)
-        if fits and pool.index in way and graph.times_called[call.module] == 1:
+        if fits and pool.index in reads and graph.times_called[call.module] == 1:
             return call.path
     reader = next((n.op for n in graph.nodes if pool.index in n.inputs), "nothing")
     raise ValueError(
-        f"the pooled values are read by {reader}, not by a fully connected layer of their own (nn.Linear or a 1×1 "
-        "nn.Conv2d) that could take more of them; give the model such a layer, or use a word that keeps the channels"
+        f"the pooled values are read by {reader}, not by one fully connected layer (nn.Linear or a 1×1 nn.Conv2d) "
+        "that could be widened; give the model such a layer, or use a term that keeps the number of channels"
     )
 
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
     """A transformer has more attention layers than convolutional blocks, and one for four convolutions at least."""
-    elementwise_muls = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
+    matmuls = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
     fused = [n for n in graph.nodes if "attention" in n.op]
-    attention = len({n.call for n in elementwise_muls + fused})
+    attention = len({n.call for n in matmuls + fused})
     convs = sum(n.is_spatial_conv for n in graph.nodes)
     if not convs or (attention > len(blocks) and 4 * attention > convs):
         raise ValueError(
@@ -131,7 +133,7 @@ def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block])
 
 
 def _attachable(graph: Graph, node: int) -> Call | None:
-    """The module whose output is ``node`` and to which something can be attached: it runs once, is no container."""
+    """The module whose output is ``node`` and to which a module can be attached: called once, not a container."""
     usable = [
         call
         for call in graph.calls[1:]
@@ -140,15 +142,15 @@ def _attachable(graph: Graph, node: int) -> Call | None:
         and graph.times_called[call.module] == 1
         and not isinstance(call.module, CONTAINERS)
     ]
-    ran_it = [call for call in usable if call.index == graph.nodes[node].call]
-    # Otherwise one that hands it on (nn.Identity, stochastic depth at rest), the first in time; or one around it.
-    handed_on = [call for call in usable if call.input == node]
-    around = [call for call in reversed(usable) if graph.inside(graph.nodes[node].call, call.index)]
-    return next(iter(ran_it + handed_on + around), None)
+    producers = [call for call in usable if call.index == graph.nodes[node].call]
+    # Else the first that returns it unchanged (nn.Identity, stochastic depth in eval mode); or one that contains it.
+    identities = [call for call in usable if call.input == node]
+    containing = [call for call in reversed(usable) if graph.inside(graph.nodes[node].call, call.index)]
+    return next(iter(producers + identities + containing), None)
 
 
 def _skip_views(graph: Graph, node: int) -> Iterator[int]:
-    """``node`` and, as long as it is but a view of another, that other."""
+    """``node`` and, while it is a view of another node, that one too."""
     yield node
     while graph.nodes[node].op in VIEWS and len(graph.nodes[node].inputs) == 1:
         node = graph.nodes[node].inputs[0]
@@ -201,7 +203,7 @@ def _pooling(graph: Graph) -> list[Site] | str:
     once = owner.path and graph.times_called[owner.module] == 1
     if once and owner.input in set(_skip_views(graph, source.index)):
         return [_site(graph, "pooling", owner, "input", keeps_size=fixed)]
-    # Functional pooling: pool already where its input is made; averaging a 1×1 map then changes nothing.
+    # Functional pooling: pool at the output of the module before; averaging a 1×1 map then changes nothing.
     relu_first = source.op == "relu" and not _attachable(graph, source.index)
     if relu_first:
         source = graph.nodes[source.inputs[0]]
@@ -209,8 +211,8 @@ def _pooling(graph: Graph) -> list[Site] | str:
     if call and graph.readers(source.index) == 1:
         return [_site(graph, "pooling", call, "output", keeps_size=fixed, relu_first=relu_first)]
     return (
-        f"its pooling is not a module, and its input (made by {source.op}) is not the output of a module that is read "
-        "by the pooling alone; make the pooling an nn.AdaptiveAvgPool2d"
+        f"its pooling is not a module, and its input (computed by {source.op}) is not the output of a module that only "
+        "the pooling reads; make the pooling an nn.AdaptiveAvgPool2d"
     )
 
 
@@ -227,7 +229,7 @@ def _averages_the_map(graph: Graph, node: Node) -> bool:
 def _blocks(graph: Graph) -> list[_Block]:
     """The innermost building blocks with a shortcut and a spatial convolution in the main branch."""
     candidates: dict[int, _Block] = {}
-    joined: set[tuple[int, ...]] = set()
+    concatenated: set[tuple[int, ...]] = set()
     for node in graph.nodes:
         block = None
         if node.op == "add" and len(node.inputs) == 2:
@@ -235,15 +237,15 @@ def _blocks(graph: Graph) -> list[_Block]:
                 block = _split_branches(graph, node, *node.inputs)
         elif node.op == "cat" and len(node.inputs) >= 2:
             *others, last = sorted(node.inputs)
-            # With more than two parts (DenseNet), the older ones must have met before: they are the shortcut.
-            if len(others) == 1 or tuple(others) in joined:
+            # With more than two inputs (DenseNet), the older ones were concatenated before: they are the shortcut.
+            if len(others) == 1 or tuple(others) in concatenated:
                 block = _split_branches(graph, node, others[-1], last)
-            joined.add(tuple(sorted(node.inputs)))
-        # A linear branch is one convolution, written as several to be merged after training: no branch of its own.
+            concatenated.add(tuple(sorted(node.inputs)))
+        # A linear branch is one convolution written as several, to be merged after training (RepVGG).
         if block and any(n.is_spatial_conv for n in block.region) and not all(n.is_linear for n in block.region):
             candidates.setdefault(block.main, block)
     blocks = list(candidates.values())
-    return [block for block in blocks if not any(_yields(graph, block, other) for other in blocks)]
+    return [block for block in blocks if not any(_loses_to(graph, block, other) for other in blocks)]
 
 
 def _split_branches(graph: Graph, merge: Node, first: int, second: int) -> _Block | None:
@@ -263,12 +265,12 @@ def _split_branches(graph: Graph, merge: Node, first: int, second: int) -> _Bloc
     return _Block(merge, main, regions[main])
 
 
-def _yields(graph: Graph, block: _Block, other: _Block) -> bool:
+def _loses_to(graph: Graph, block: _Block, other: _Block) -> bool:
     """Whether ``block`` is dropped because ``other``, nested with it, is the building block.
 
-    One whose end a module can be attached to counts before one without. An addition counts before a concatenation
-    (a ghost module in a residual block; a residual block in a cross-stage branch). Of two alike, the outer one
-    counts if the same ``forward`` runs both (the steps within a Res2Net block), else the inner one (a residual
+    A block to whose end a module can be attached wins over one without such an end; an addition wins over a
+    concatenation (a ghost module in a residual block; a residual block in a cross-stage branch). Otherwise the outer
+    block wins if the same ``forward`` runs both (the steps within a Res2Net block), else the inner one (a residual
     block in a residual stage).
     """
     inside = any(n.index == other.main for n in block.region) and other.main != block.main
@@ -288,7 +290,7 @@ def _branch_end(graph: Graph, block: _Block) -> list[Site] | str:
     node = block.main
     while True:
         current = graph.nodes[node]
-        # Layer scale starts near zero, where an excitation behind it would die; it goes before such a constant factor.
+        # Layer scale starts near zero, where an excitation gets no gradient; the site is before such a constant factor.
         if current.op in ("mul", "div") and len(current.inputs) == 1:
             node = current.inputs[0]
         elif call := _attachable(graph, node):
@@ -298,7 +300,7 @@ def _branch_end(graph: Graph, block: _Block) -> list[Site] | str:
         else:
             return (
                 f"the main branch of block {_block_path(graph, block) or '(the model itself)'} ends in {current.op}, "
-                "not in the output of a module that is used once; give that operation an nn.Module of its own"
+                "not in the output of a module that is used once; make that operation an nn.Module"
             )
 
 
@@ -312,21 +314,21 @@ def _last_spatial_convs(graph: Graph, block: _Block) -> list[Site] | str:
         if not call.path or graph.times_called[call.module] > 1 or call.input not in {*reads, -1}:  # -1: by keyword
             return (
                 f"the last spatial convolution of block {_block_path(graph, block) or '(the model itself)'} is not a "
-                "module that is used once; make it an nn.Conv2d of its own"
+                "module that is used once; make it a separate nn.Conv2d"
             )
         sites.append(_site(graph, "last_spatial_conv", call, "input", block=_block_path(graph, block)))
     return sites
 
 
 def _block_path(graph: Graph, block: _Block) -> str:
-    """The module around the whole main branch."""
+    """The module that contains the whole main branch."""
     call = graph.nodes[block.main].call
     while call > 0 and not all(graph.inside(n.call, call) or n.call == call for n in block.region):
         call = graph.calls[call].parent
     return graph.calls[call].path
 
 
-PLACES: dict[Kind, Callable[[Graph, _Block], list[Site] | str]] = {
+BLOCK_SITES: dict[Kind, Callable[[Graph, _Block], list[Site] | str]] = {
     "branch_end": _branch_end,
     "last_spatial_conv": _last_spatial_convs,
 }

@@ -1,12 +1,13 @@
-"""A module inside another module: how an inserted module comes to act at its site.
+"""How an inserted module acts at its site.
 
 It becomes a child of the module at the site, named ``deepsquare_<term>``, and that module's ``forward`` runs it on its
-input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict`` keys, its attributes
-and its indexing stay as they were, and the new keys are recognised by their name.
+input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict`` keys, attributes and
+indexing stay the same, and the new keys are recognized by their prefix.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,48 +26,49 @@ def insert(model: nn.Module, site: Site, term: str, module: nn.Module) -> None:
     if anchor is not None:
         module.to(device=anchor.device, dtype=anchor.dtype)
     setattr(module, SITE, site)
-    # _follow_registration does the rest.
+    register_hook()  # which does the rest
     model.get_submodule(site.path).add_module(PREFIX + term, module.train(model.training))
 
 
 class DynamicSubclass(nn.Module):
-    """What goes in front of a module's class, and off it again.
+    """A mixin that is put in front of a module's class at run time, and removed again.
 
-    A class of its own, not a hook: ``torch.compile`` tells classes apart, but by default shares compiled code between
-    models that differ in hooks alone, and would run an equipped model as its base.
+    A class, not a hook: ``torch.compile`` distinguishes classes, but by default shares compiled code between models
+    that differ in hooks only, and would run an equipped model as its base.
     """
 
-    deepsquare_front: type[DynamicSubclass]
+    deepsquare_mixin: type[DynamicSubclass]
     deepsquare_base: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the two classes: the combined one has no name that could be imported."""
-        return _new, (self.deepsquare_front, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
+        """Pickle the two classes: the combined one cannot be imported by name."""
+        return _new, (self.deepsquare_mixin, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
 
 
 _classes: dict[tuple[type[DynamicSubclass], type[nn.Module]], type[DynamicSubclass]] = {}
 
 
-def dynamic_subclass(front: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
-    """``base`` with ``front`` before it, under the same name; one class for all modules of a kind."""
-    if (front, base) not in _classes:
-        names = {"deepsquare_front": front, "deepsquare_base": base, "__module__": base.__module__}
-        _classes[front, base] = type(base.__name__, (front, base), {**names, "__doc__": base.__doc__})
-    return _classes[front, base]
+def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
+    """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
+    if (mixin, base) not in _classes:
+        names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+        _classes[mixin, base] = type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
+    return _classes[mixin, base]
 
 
-def _new(front: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
-    both = dynamic_subclass(front, base)
-    return both.__new__(both)
+def _new(mixin: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
+    register_hook()
+    combined = dynamic_subclass(mixin, base)
+    return combined.__new__(combined)
 
 
 class WithInserted(DynamicSubclass):
-    """A module at a site: ``forward`` runs the inserted modules too."""
+    """A module at a site: ``forward`` also runs the inserted modules."""
 
     deepsquare_inserted: dict[str, str]  # name of the child → its position, in the order of insertion
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the base class computes, with the inserted modules before and after it."""
+        """The ``forward`` of the base class, with the inserted modules before and after it."""
         if args:
             args = (self._run_all("input", args[0]), *args[1:])
         else:  # called by keyword: conv(input=x)
@@ -75,7 +77,7 @@ class WithInserted(DynamicSubclass):
         return self._run_all("output", super().forward(*args, **kwargs))
 
     def base_forward(self, x: Tensor) -> Tensor:
-        """What the base class computes, alone."""
+        """The ``forward`` of the base class, without the inserted modules."""
         y: Tensor = super().forward(x)
         return y
 
@@ -87,15 +89,15 @@ class WithInserted(DynamicSubclass):
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, as it is without anything inserted."""
+    """The module's class without inserted modules."""
     return module.deepsquare_base if isinstance(module, WithInserted) else type(module)
 
 
 def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Let an inserted module act on whichever module it becomes a child of.
+    """Let an inserted module act on any module that it becomes a child of.
 
-    ``SyncBatchNorm.convert_sync_batchnorm`` and its like build a new normalisation layer and move the old one's
-    children over; so the parent's class is changed wherever the child is registered, not only in ``equip``.
+    ``SyncBatchNorm.convert_sync_batchnorm`` and similar functions build a new normalization layer and move the
+    children of the old one to it; so the parent's class changes wherever the child is registered.
     """
     site = child.__dict__.get(SITE) if child is not None and name.startswith(PREFIX) else None
     if site is None:
@@ -106,11 +108,14 @@ def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) 
     parent.deepsquare_inserted[name] = site.position  # type: ignore[operator, index]
 
 
-register_module_module_registration_hook(_follow_registration)
+@cache
+def register_hook() -> None:
+    """Register :func:`_follow_registration` with torch, once: with the first inserted or unpickled module."""
+    register_module_module_registration_hook(_follow_registration)
 
 
 def remove_inserted(model: nn.Module) -> None:
-    """The opposite of :func:`insert`, for all that was inserted."""
+    """Remove all inserted modules."""
     for parent in [module for module in model.modules() if isinstance(module, WithInserted)]:
         for name in parent.deepsquare_inserted:
             parent._modules.pop(name, None)
@@ -119,7 +124,7 @@ def remove_inserted(model: nn.Module) -> None:
 
 
 def _run(inserted: nn.Module, x: Tensor) -> Tensor:
-    """Call the inserted module, which takes (N, C, …), on a tensor as it stands at the site."""
+    """Call the inserted module, which takes (N, C, …), on the tensor at its site."""
     site: Site = inserted.deepsquare_site  # type: ignore[assignment]
     if site.relu_first:
         x = F.relu(x)

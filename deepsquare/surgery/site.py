@@ -1,4 +1,4 @@
-"""Where DeepSquare and its peers can stand in a CNN: the four kinds of site.
+"""Where DeepSquare and the baselines act in a CNN: the four kinds of site.
 
 =================== ========================================================================================
 pooling             the global average pooling before the classifier
@@ -20,7 +20,7 @@ KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv
 
 @dataclass(frozen=True)
 class Site:
-    """One place for a module.
+    """A position in the data flow of a model at which a module can be inserted.
 
     Attributes:
         kind: which of the four kinds, or ``named`` for a module that the spec names.
@@ -29,10 +29,10 @@ class Site:
         shape: the tensor it acts on, without the batch, for the traced input size.
         channel_dim: where the channels are in that tensor, counted with the batch.
         block: for the two kinds inside building blocks, the path of the block.
-        stage: for ``branch_end``, the number of the stage: the blocks in a row that return maps of one shape.
-        relu_first: a functional ReLU stands between that module and the pooling; the inserted module begins with it.
+        stage: for the same two, the number of the stage: successive blocks whose maps have one shape.
+        relu_first: a functional ReLU follows that module before the pooling; it is applied before the inserted module.
         keeps_size: the pooling that follows has a fixed window, so the pooled value must fill the map.
-        word: the word of the spec that stands here, ``""`` while the site is free.
+        term: the term of the spec that fills the site, ``""`` while it is free.
     """
 
     kind: Kind
@@ -48,7 +48,7 @@ class Site:
 
     @property
     def pools_early(self) -> bool:
-        """Whether the map is pooled where it is made, as what pools it is no module."""
+        """Whether the map is pooled at the output of the module before, as the pooling itself is not a module."""
         return self.kind == "pooling" and self.position == "output"
 
     @property
@@ -67,43 +67,43 @@ class Sites:
     """The sites of a model.
 
     Attributes:
-        found: every site, block by block.
+        sites: every site, block by block.
         missing: for each kind that the model does not have, the reason.
-        input_shape: shape of one input, without the batch, that they were found with.
+        input_shape: shape of one input, without the batch, that the model was traced with.
         classifier: the path of the last fully connected layer, or ``""``.
-        dropout: the path of the model's own dropout layer right before it, or ``""``.
+        dropout: the path of the model's own dropout layer directly before it, or ``""``.
     """
 
-    found: tuple[Site, ...]
+    sites: tuple[Site, ...]
     missing: dict[Kind, str]
     input_shape: tuple[int, ...]
     classifier: str = ""
     dropout: str = ""
 
-    def of(self, kind: Kind) -> list[Site]:
+    def of_kind(self, kind: Kind) -> list[Site]:
         """The sites of one kind."""
-        return [site for site in self.found if site.kind == kind]
+        return [site for site in self.sites if site.kind == kind]
 
     def __iter__(self) -> Iterator[Site]:
-        return iter(self.found)
+        return iter(self.sites)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.sites)
 
     def filled(self, terms: dict[Site, str]) -> Sites:
-        """The same sites with the words that now stand at them; named places are added."""
-        places = dict.fromkeys((*self.found, *terms))
-        return replace(self, found=tuple(replace(site, term=terms.get(site, "")) for site in places))
+        """The same sites with the terms that now fill them; sites at named modules are added."""
+        sites = dict.fromkeys((*self.sites, *terms))
+        return replace(self, sites=tuple(replace(site, term=terms.get(site, "")) for site in sites))
 
     def summary(self) -> str:
         """How many of each kind, in one line."""
-        return ", ".join(f"{len(self.of(kind))} {kind}" for kind in KINDS)
+        return ", ".join(f"{len(self.of_kind(kind))} {kind}" for kind in KINDS)
 
     def __str__(self) -> str:
         lines = []
-        for site in self.found:
+        for site in self:
             size = "×".join(map(str, site.shape))
             line = f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.term}".rstrip()
-            lines.append(line + ("  (pools here already: the pooling itself is no module)" if site.pools_early else ""))
+            lines.append(line + ("  (pools here: the pooling itself is not a module)" if site.pools_early else ""))
         lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
         return "\n".join(lines)

@@ -1,9 +1,8 @@
-"""The data flow of one forward pass: which operation fed which, and inside which module each one ran.
+"""The data flow of one forward pass: the inputs of every operation, and the module whose ``forward`` called it.
 
-A site is a place in the data flow ("the last convolution before the addition"), while modules can only be
-attached to other modules. So the model is run once, on fake tensors (nothing is computed, no memory is used),
-and every operation is recorded with its inputs and with the module whose ``forward`` called it. It works for any
-model that can run, whatever its classes are called.
+A site is a position in the data flow ("the last convolution before the addition"), but modules can only be attached to
+other modules. So the model is run once on fake tensors, without computation or memory, and every operation is recorded.
+This works for any model that runs, whatever its classes are.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-VIEWS = {  # operations that hand values on as they are, moved, cut or padded
+VIEWS = {  # operations that move, cut or pad values, or return them unchanged
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze", "flatten", "slice",
     "select", "expand", "alias", "clone", "detach", "contiguous", "_to_copy", "split", "split_with_sizes",
     "constant_pad_nd", "native_dropout", "unbind", "lift_fresh", "view_as",
@@ -37,7 +36,7 @@ LINEAR = VIEWS | {
 
 @dataclass
 class Node:
-    """One operation. ``inputs`` are the nodes whose values it read; parameters and constants do not count."""
+    """One operation. ``inputs`` are the nodes whose values it reads; parameters and constants are not nodes."""
 
     index: int
     op: str
@@ -51,7 +50,7 @@ class Node:
 
     @property
     def is_conv(self) -> bool:
-        """Whether this is a learned convolution of any kernel size (a fixed blur is none)."""
+        """Whether this is a convolution with learned weights, of any kernel size."""
         return bool(self.kernel)
 
     @property
@@ -61,12 +60,12 @@ class Node:
 
     @property
     def is_linear(self) -> bool:
-        """Whether its result is linear in what was computed so far (a fixed factor counts, a product does not)."""
+        """Whether its output is linear in its inputs (a constant factor is, a product of two nodes is not)."""
         return self.op in LINEAR or (self.op in ("mul", "div") and len(self.inputs) == 1)
 
     @property
     def is_spatial_conv(self) -> bool:
-        """Whether this convolution looks at neighbours: a kernel beyond 1×1 that is no patch embedding."""
+        """Whether this convolution reads neighboring positions: kernel above 1×1, and not a patch embedding."""
         return any(k > 1 and s < k for k, s in zip(self.kernel, self.stride, strict=True))
 
 
@@ -98,7 +97,7 @@ class Graph:
         return bool(self.ancestors[node] >> on & 1)
 
     def between(self, start: int, end: int) -> list[Node]:
-        """Nodes on the ways from ``start`` (left out) to ``end`` (included)."""
+        """Nodes on the paths from ``start`` (exclusive) to ``end`` (inclusive)."""
         inner = [self.nodes[i] for i in bits(self.ancestors[end]) if self.depends(i, start)]
         return [*inner, self.nodes[end]] if end != start else []
 
@@ -107,7 +106,7 @@ class Graph:
         return sum(node in n.inputs for n in self.nodes)
 
     def dominates(self, node: int, end: int) -> bool:
-        """Whether every way from the model's input to ``end`` goes through ``node``."""
+        """Whether every path from the model's input to ``end`` goes through ``node``."""
         reached = {0} if node else set()
         for n in self.nodes[1 : end + 1]:
             if n.index != node and not reached.isdisjoint(n.inputs):
@@ -132,7 +131,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a :class:`Graph` while a model runs under it."""
+    """Records a :class:`Graph` while a model runs under this mode."""
 
     def __init__(self, model: nn.Module, original: dict[nn.Module, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,7 +142,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stack: list[int] = []
         self.node_of: dict[int, int] = {}
         self.learned = {id(parameter) for parameter in model.parameters()}
-        self.alive: list[Any] = []  # keeps every tensor, so that an id() is never used twice
+        self.alive: list[Any] = []  # keeps every tensor, so that no id() is reused
 
     def add_node(self, op: str, inputs: Sequence[int], tensors: Sequence[Tensor], **details: Any) -> None:
         index = len(self.graph.nodes)
@@ -173,13 +172,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op = func._schema.name.removeprefix("aten::").removesuffix("_")
             details = self.details(op, self.graph.nodes[inputs[0]], args, tuple(outputs[0].shape))
             self.add_node(op, inputs, outputs, **details)
-        elif any(id(t) in self.learned for t in read):  # made of parameters alone: a standardised weight, say
+        elif any(id(t) in self.learned for t in read):  # computed from parameters only, as a standardized weight
             self.learned |= {id(t) for t in outputs}
             self.alive.append(outputs)
         return result
 
     def details(self, op: str, source: Node, args: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Any]:
-        """What the finder of sites asks of a node: where its channels are, and what a reduction reduced."""
+        """What the finder needs to know: the channel dimension, a convolution's kernel, the dimensions of a mean."""
         rank, channel_dim = len(source.shape), source.channel_dim
         if op == "convolution":
             learned = id(args[1]) in self.learned
@@ -195,13 +194,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op == "mean":
             dims = args[1] if len(args) > 1 and args[1] else range(rank)
             return {"channel_dim": 1, "dims": tuple(sorted(d % rank for d in dims))}
-        if len(shape) != rank:  # a view: channels stay last where they were last, and are second otherwise
+        if len(shape) != rank:  # a view: channels stay last where they were last, else they are second
             stays_last = shape and channel_dim == rank - 1 and source.shape[-1] == shape[-1]
             channel_dim = len(shape) - 1 if stays_last else 1
         return {"channel_dim": channel_dim}
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self.thread:  # the hooks are global: another thread may run a model of its own
+        if threading.get_ident() != self.thread:  # the hooks are global: another thread may run a model
             return
         parent = self.stack[-1] if self.stack else -1
         index = len(self.graph.calls)
@@ -217,13 +216,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def example_shape(model: nn.Module) -> tuple[int, ...]:
-    """A shape that the model should accept, without the batch.
-
-    The one it was equipped with, what timm says, or what fits the first convolution.
-    """
-    present = getattr(model, "deepsquare_record", None)
-    if present is not None:
-        return tuple(present.sites.input_shape)
+    """An input shape without the batch: the one it was equipped with, timm's, or what fits the first convolution."""
+    record = getattr(model, "deepsquare_record", None)
+    if record is not None:
+        return tuple(record.sites.input_shape)
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("input_size"):
         return tuple(config["input_size"])
@@ -236,20 +232,20 @@ def example_shape(model: nn.Module) -> tuple[int, ...]:
                 return (int(module.in_channels), *size)  # type: ignore[arg-type]
     raise ValueError(
         f"{type(model).__name__} has no convolution (looked for nn.Conv1d, nn.Conv2d, nn.Conv3d); "
-        "DeepSquare's sites are those of a CNN"
+        "DeepSquare's sites are defined for CNNs only"
     )
 
 
 def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of the model's modules around other tensors: what a forward pass leaves in them is no one's concern."""
+    """A copy of the model with other tensors, so that a forward pass leaves no trace in the model itself."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     if any(isinstance(value, (UninitializedParameter, UninitializedBuffer)) for value in tensors):
-        raise ValueError(f"{type(model).__name__} has lazy modules; run it once, so that they get their shapes")
+        raise ValueError(f"{type(model).__name__} has lazy modules; run it once to initialize them")
     try:
         return copy.deepcopy(model, {id(value): tensor(value) for value in tensors})
     except Exception as error:
-        raise ValueError(f"{type(model).__name__} cannot be copied, so it cannot be looked at: {error}") from error
+        raise ValueError(f"{type(model).__name__} cannot be copied, so it cannot be traced: {error}") from error
 
 
 def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
@@ -265,7 +261,7 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
     try:
         return _trace(model, shape)
     except ValueError:
-        with suppress(ValueError):  # networks for CIFAR often end in a pooling of fixed size
+        with suppress(ValueError):  # networks for CIFAR often end in a pooling with a fixed window
             return _trace(model, (shape[0], *[32] * (len(shape) - 1)))
         raise
 
@@ -273,8 +269,8 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
 def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # Parameters are only read; a buffer may be written to.
-    twin = copy_around(model, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone()).eval()
-    recorder = _Recorder(twin, dict(zip(twin.modules(), model.modules(), strict=True)))
+    copied = copy_around(model, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone()).eval()
+    recorder = _Recorder(copied, dict(zip(copied.modules(), model.modules(), strict=True)))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.no_grad(), fake:
         batch = torch.empty((2, *shape), device=anchor.device, dtype=anchor.dtype)
@@ -283,11 +279,11 @@ def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
             register_module_forward_pre_hook(recorder.enter),
             register_module_forward_hook(recorder.leave),
         ]
-        noise = logging.getLogger("torch._subclasses.fake_tensor")
-        noise.disabled = True  # it prints the traceback of a failure, which is reported below
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger.disabled = True  # it prints the traceback of an error that is raised below
         try:
             with recorder:
-                twin(batch)
+                copied(batch)
         except Exception as error:
             reason = str(error).rstrip(".")
             raise ValueError(
@@ -295,7 +291,7 @@ def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
                 "Give the shape of one input without the batch as input_shape=(channels, height, width)"
             ) from error
         finally:
-            noise.disabled = False
+            logger.disabled = False
             for hook in hooks:
                 hook.remove()
     recorder.graph.input_shape = shape

@@ -1,4 +1,4 @@
-"""The peers: each against its authors' definition, written again in NumPy and float64; gradients; precision."""
+"""The baselines: each against its authors' definition, written again in NumPy and float64; gradients; precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import deepsquare as ds
 from deepsquare import baselines
 from deepsquare.baselines import fisher, second_order
-from deepsquare.surgery.techniques import parse_spec
+from deepsquare.surgery.spec import parse_spec
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -65,7 +65,7 @@ def mix(x: Array, layer: Any) -> Array:
 
 def test_squeeze_and_excitation() -> None:
     x = normal(2, 32, 5, 6)
-    module: Any = randomise(parse_spec("se(reduction=8)")[0].build(ds.sites(ds.vanilla_cnn()).of("pooling")[0]))
+    module: Any = randomise(parse_spec("se(reduction=8)")[0].build(ds.sites(ds.vanilla_cnn()).of_kind("pooling")[0]))
     assert module.fc1.out_channels == 128 // 8
     module = randomise(type(module)(32, 4))
     pooled = x.numpy().mean((2, 3), keepdims=True)
@@ -107,7 +107,7 @@ def test_gather_excite_over_the_whole_map(reduction: int) -> None:
         hidden = np.maximum(mix(np.maximum(gathered, 0), module.mix[1]), 0)
         gathered = mix(hidden, module.mix[3])
     np.testing.assert_allclose(module(x).detach().numpy(), x.numpy() * sigmoid(gathered), rtol=1e-10)
-    with pytest.raises(ValueError, match=r"the map is 4×5, but this GE-θ has a weight for each position of 3×5"):
+    with pytest.raises(ValueError, match=r"the map is 4×5, but this GE-θ has one weight for each position of 3×5"):
         module(normal(2, 4, 4, 5))
 
 

@@ -1,4 +1,4 @@
-"""The peers as words of a spec: Table 6, strides, wider classifiers, refusals, and the life of an equipped model."""
+"""The baselines as terms of a spec: Table 6, strides, wider classifiers, errors, copying and saving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import deepsquare as ds
 from deepsquare import baselines
-from deepsquare.surgery.techniques import ALIASES, BASELINES, parse_spec
+from deepsquare.surgery.spec import ALIASES, parse_spec
+from deepsquare.surgery.techniques import BASELINES
 
 # Table 6. Added to the 25,557,032 parameters of ResNet50, counted by hand from the definitions.
 WIDTHS = {256: (3, 56), 512: (4, 28), 1024: (6, 14), 2048: (3, 7)}  # channels: blocks, side of the map
@@ -86,7 +87,7 @@ def test_a_gate_of_the_model_does_not_make_its_map_smaller() -> None:
 
 def test_a_failure_leaves_the_model_as_it_was() -> None:
     model: Any = ds.create_model("resnet18")
-    with pytest.raises(ValueError, match="has no module 'nowhere' for the word 'se'"):
+    with pytest.raises(ValueError, match="has no module 'nowhere' for the term 'se'"):
         ds.equip(model, "isqrt_cov+se(after='nowhere')")
     assert model.layer4[0].conv1.stride == (2, 2)
     assert model.fc.in_features == 512
@@ -148,15 +149,15 @@ def test_an_empty_batch() -> None:
     ("name", "spec", "message"),
     [
         ("resnet18", "gsop1(size=3)", "gsop1 takes no options; write gsop"),
-        ("resnet18", "se(reduction=0)", "the word se.* reduction is 0; expected at least 1"),
+        ("resnet18", "se(reduction=0)", "the term se.* reduction is 0; expected at least 1"),
         ("resnet18", "ge_theta(extent=3)", "extent is 3; expected 2, 4, 8, or 0"),
         ("resnet18", "se+excitation", "fills the same site twice, by se and excitation"),
         ("resnet18", "isqrt_cov+gem", "fills the same site twice"),
-        ("vanilla_cnn", "se", "no branch_end site for the word 'se'.*se\\(after='…'\\) stands behind"),
+        ("vanilla_cnn", "se", "no branch_end site for the term 'se'.*se\\(after='…'\\) acts after a module"),
         ("vanilla_cnn", "fisher(size=256)", "size is 256; expected at most the map's 128 channels"),
-        ("timm/resnet50d", "isqrt_cov", "made smaller by layer4.0.downsample.0, .*dense=False"),
+        ("timm/resnet50d", "isqrt_cov", "downsampled by layer4.0.downsample.0, .*dense=False"),
         ("vanilla_cnn", "se(after='fc')", "takes maps with height and width; fc gives 10"),
-        ("timm/efficientnet_lite0", "nothing", "unknown word 'nothing'.*gsop1, gsop2"),
+        ("timm/efficientnet_lite0", "nothing", "unknown term 'nothing'.*gsop1, gsop2"),
     ],
 )  # fmt: skip
 def test_what_does_not_suit(name: str, spec: str, message: str) -> None:
@@ -164,9 +165,9 @@ def test_what_does_not_suit(name: str, spec: str, message: str) -> None:
         ds.create_model(name, spec)
 
 
-@pytest.mark.parametrize("word", [*BASELINES, *ALIASES])
+@pytest.mark.parametrize("term", [*BASELINES, *ALIASES])
 @pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
-def test_every_peer_trains_saves_and_comes_off(name: str, term: str, tmp_path: Path) -> None:
+def test_every_baseline_trains_saves_and_is_removed(name: str, term: str, tmp_path: Path) -> None:
     small = {"mpn_cov": "(size=16)", "isqrt_cov": "(size=16)", "bilinear": "(size=16)", "compact_bilinear": "(size=64)"}
     spec = term + small.get(term, "")
     model = ds.create_model(name, spec, num_classes=5, input_shape=(3, 64, 64))
@@ -185,7 +186,7 @@ def test_every_peer_trains_saves_and_comes_off(name: str, term: str, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo itself
-@pytest.mark.parametrize("word", BASELINES)
+@pytest.mark.parametrize("term", BASELINES)
 def test_compile_and_export(term: str) -> None:
     small = {"mpn_cov": "(size=8)", "isqrt_cov": "(size=8)", "bilinear": "(size=4)", "compact_bilinear": "(size=32)"}
     after = "(after='layer2')" if BASELINES[term].kind == "branch_end" and term != "gsop" else small.get(term, "")

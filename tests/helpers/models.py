@@ -4,16 +4,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision import models as tv
 
 import deepsquare as ds
 
 torch.set_num_threads(1)
-
-timm = __import__("timm")
-tv: Any = __import__("torchvision").models
 
 
 def images(batch: int = 2, size: int = 64, seed: int = 0) -> Tensor:
@@ -35,7 +34,7 @@ def create(name: str, **arguments: Any) -> nn.Module:
 
 
 def equip_quietly(model: nn.Module, spec: str, **arguments: Any) -> nn.Module:
-    """``equip`` where the warning about a revived γ = 0 is expected and not what the test is about."""
+    """``equip`` where the warning about γ = 0 that was reset is expected and not what the test is about."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*γ = 0")
         return ds.equip(model, spec, **arguments)

@@ -204,11 +204,11 @@ def test_equipping_again() -> None:
         (
             "squeezenet1_1",
             "softmin+pooling",
-            r"SqueezeNet has no pooling site for the word 'pooling': .*after the classifier. Its sites: 0 pool",
+            r"SqueezeNet has no pooling site for the term 'pooling': .*after the classifier. Its sites: 0 pool",
         ),
-        ("googlenet", "pooling+excitation", "GoogLeNet has no branch_end site for the word 'excitation'"),
-        ("vanilla_cnn", "softmin+encoding", "VanillaCNN has no last_spatial_conv site for the word 'encoding'"),
-        ("resnet18", "pooling+pool", "unknown word 'pool'"),
+        ("googlenet", "pooling+excitation", "GoogLeNet has no branch_end site for the term 'excitation'"),
+        ("vanilla_cnn", "softmin+encoding", "VanillaCNN has no last_spatial_conv site for the term 'encoding'"),
+        ("resnet18", "pooling+pool", "unknown term 'pool'"),
         ("resnet18", "pooling+excitation(alpha=0)", "alpha is 0"),
         ("resnet18", "pooling+square(after='nowhere')", "no module 'nowhere'"),
     ],
@@ -310,6 +310,6 @@ def test_dropout_is_inserted_before_the_classifier(spec: str) -> None:
 @pytest.mark.parametrize("ratio", [-0.1, 1, 1.5, math.nan])
 def test_no_ratio(ratio: float) -> None:
     model = create("vanilla_cnn")
-    with pytest.raises(ValueError, match="is no ratio; give a number from 0"):
+    with pytest.raises(ValueError, match=r"is not a ratio; expected a number in \[0, 1\)"):
         ds.equip(model, "pooling", dropout=ratio)
     assert attached(model) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from helpers.models import (
     SHAPES,
@@ -19,7 +20,6 @@ from helpers.models import (
     own_keys,
     same_state,
     step,
-    timm,
     tuned,
 )
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def test_every_parameter_learns_from_a_zero_initialised_residual(name: str, spec
         ("inline", {}, 1),
     ],
 )
-def test_gamma_zero_is_revived_for_an_excitation(name: str, arguments: dict[str, Any], count: int) -> None:
+def test_gamma_zero_is_reset_for_an_excitation(name: str, arguments: dict[str, Any], count: int) -> None:
     def zeros(model: nn.Module) -> int:
         return sum(p.ndim == 1 and not p.any() for n, p in model.named_parameters() if n.endswith("weight"))
 

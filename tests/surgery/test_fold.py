@@ -159,7 +159,7 @@ def test_a_classifier_that_is_more_than_its_weight(kind: str) -> None:
 
 def test_refusals() -> None:
     model = ds.equip(create("vanilla_cnn"), "pooling")
-    with pytest.raises(ValueError, match=r"test-phase form .*fold\(model.eval\(\)\)"):
+    with pytest.raises(ValueError, match=r"inference form .*fold\(model.eval\(\)\)"):
         ds.fold(model.train())
     assert norms(model) == 3
     folded = ds.fold(model.eval())

@@ -21,7 +21,7 @@ def built(name: str) -> nn.Module:
 
 
 def places(sites: Sites, kind: Kind) -> list[Place]:
-    return [(site.position, site.path, site.shape) for site in sites.of(kind)]
+    return [(site.position, site.path, site.shape) for site in sites.of_kind(kind)]
 
 
 def one(position: str, path: str, *shape: int) -> list[Place]:
@@ -103,10 +103,10 @@ def test_the_sites_are_those_of_the_architecture(name: str) -> None:
     sites = ds.sites(built(name))
     assert places(sites, "pooling") == pooling
     assert places(sites, "logits") == logits
-    assert [(s.position, s.path) for s in sites.of("branch_end")] == [("output", path) for path in ends]
-    assert [(s.position, s.path) for s in sites.of("last_spatial_conv")] == [("input", path) for path in convs]
+    assert [(s.position, s.path) for s in sites.of_kind("branch_end")] == [("output", path) for path in ends]
+    assert [(s.position, s.path) for s in sites.of_kind("last_spatial_conv")] == [("input", path) for path in convs]
     assert (sites.classifier, sites.dropout) == (classifier, dropout)
-    assert set(sites.missing) == {kind for kind in ds.surgery.KINDS if not sites.of(kind)}
+    assert set(sites.missing) == {kind for kind in ds.surgery.KINDS if not sites.of_kind(kind)}
     for site in sites:
         assert (site.channel_dim, site.keeps_size, site.term) == (1, False, "")
         assert site.relu_first == (name == "densenet121" and site.kind == "pooling")
@@ -117,15 +117,15 @@ def test_shapes_and_channels_at_the_branch_ends() -> None:
     sites = ds.sites(built("resnet50"), input_shape=(3, 64, 96))
     per_stage = [(256, 16, 24), (512, 8, 12), (1024, 4, 6), (2048, 2, 3)]
     expected = [shape for shape, n in zip(per_stage, RESNET50, strict=True) for _ in range(n)]
-    assert [site.shape for site in sites.of("branch_end")] == expected
-    assert [site.channels for site in sites.of("branch_end")] == [shape[0] for shape in expected]
-    assert [site.block for site in sites.of("branch_end")] == stages("layer{s}.{i}", RESNET50)
-    assert sites.of("logits")[0].channels == 1000
+    assert [site.shape for site in sites.of_kind("branch_end")] == expected
+    assert [site.channels for site in sites.of_kind("branch_end")] == [shape[0] for shape in expected]
+    assert [site.block for site in sites.of_kind("branch_end")] == stages("layer{s}.{i}", RESNET50)
+    assert sites.of_kind("logits")[0].channels == 1000
 
 
 def test_ghostnet_ends_its_branches_before_the_addition() -> None:
     sites = ds.sites(built("timm/ghostnet_050"))
-    ends = [site.path for site in sites.of("branch_end")]
+    ends = [site.path for site in sites.of_kind("branch_end")]
     assert len(ends) == 16  # the concatenations inside its ghost modules are no blocks of their own
     assert all(path.startswith("blocks.") and path.endswith(".ghost2") for path in ends)
 
@@ -133,12 +133,12 @@ def test_ghostnet_ends_its_branches_before_the_addition() -> None:
 def test_channels_last_inside_a_block() -> None:
     sites = ds.sites(built("timm/test_convnext"))
     blocks = stages("stages.{s}.blocks.{i}", (1, 2, 4, 2), 0)
-    ends = sites.of("branch_end")
+    ends = sites.of_kind("branch_end")
     assert [site.path for site in ends] == [f"{block}.mlp.fc2" for block in blocks]
     assert {site.channel_dim for site in ends} == {3}
     assert [site.channels for site in ends] == [24, 32, 32, 48, 48, 48, 48, 64, 64]
-    assert {site.channel_dim for site in sites.of("last_spatial_conv")} == {1}
-    pooling = ds.sites(built("timm/test_mambaout")).of("pooling")[0]  # here the whole network is channels last
+    assert {site.channel_dim for site in sites.of_kind("last_spatial_conv")} == {1}
+    pooling = ds.sites(built("timm/test_mambaout")).of_kind("pooling")[0]  # here the whole network is channels last
     assert (pooling.path, pooling.position, pooling.channel_dim, pooling.channels) == ("head", "input", 3, 64)
 
 
@@ -165,13 +165,13 @@ def test_transformers_are_refused(name: str) -> None:
 @pytest.mark.parametrize("block", [FunctionalBlock, Block])
 def test_a_fixed_pooling_window_keeps_the_size(block: type[Block]) -> None:
     sites = ds.sites(create("cifar", block=block), input_shape=(3, 32, 32))
-    (pooling,) = sites.of("pooling")
+    (pooling,) = sites.of_kind("pooling")
     assert (pooling.position, pooling.path, pooling.shape) == ("output", "layer2.1", (32, 4, 4))
     assert pooling.keeps_size
     assert not pooling.relu_first
     blocks = ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
-    assert [site.path for site in sites.of("branch_end")] == [f"{block}.bn2" for block in blocks]
-    assert [site.path for site in sites.of("last_spatial_conv")] == [f"{block}.conv2" for block in blocks]
+    assert [site.path for site in sites.of_kind("branch_end")] == [f"{block}.bn2" for block in blocks]
+    assert [site.path for site in sites.of_kind("last_spatial_conv")] == [f"{block}.conv2" for block in blocks]
 
 
 def test_an_input_that_the_model_cannot_take_is_explained() -> None:
@@ -190,11 +190,11 @@ def test_signals_and_volumes(name: str, shape: tuple[int, ...], size: tuple[int,
         ("output", "block1.bn2", (6, *shape[1:])),
         ("output", "block2.bn2", (8, *size)),
     ]
-    assert [site.path for site in sites.of("last_spatial_conv")] == ["block1.conv2", "block2.conv2"]
+    assert [site.path for site in sites.of_kind("last_spatial_conv")] == ["block1.conv2", "block2.conv2"]
 
 
 def test_the_guessed_input_of_a_signal_network() -> None:
-    assert ds.sites(create("signal")).of("branch_end")[0].shape == (6, 1024)
+    assert ds.sites(create("signal")).of_kind("branch_end")[0].shape == (6, 1024)
 
 
 class EndsInSharedReLU(Block):
@@ -226,7 +226,7 @@ def test_a_branch_that_ends_in_no_module_of_its_own_is_refused(block: Callable[[
     model = network(block(3, 8, 1))
     sites = ds.sites(model, input_shape=(3, 16, 16))
     assert places(sites, "last_spatial_conv") == one("input", "0.conv2", 8, 16, 16)
-    with pytest.raises(ValueError, match=r"'excitation': the main branch of block 0 ends in relu.*Module of its own"):
+    with pytest.raises(ValueError, match=r"'excitation': the main branch of block 0 ends in relu.*make that"):
         ds.equip(model, "excitation", input_shape=(3, 16, 16))
 
 
@@ -249,7 +249,7 @@ def test_a_model_without_logits() -> None:
 def test_blocks_in_the_models_own_forward() -> None:
     sites = ds.sites(create("inline"))
     assert places(sites, "branch_end") == one("output", "bn2", 8, 224, 224)
-    assert "pooling is not a module, and its input (made by add)" in sites.missing["pooling"]
+    assert "pooling is not a module, and its input (computed by add)" in sites.missing["pooling"]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -281,11 +281,11 @@ def test_equipped_sites_name_their_words() -> None:
     terms = {site.path: site.term for site in ds.sites(model) if site.term}
     ends = {f"{path}": "excitation(alpha=0.5)" for path in stages("layer{s}.{i}.bn2", RESNET18)}
     assert terms == {"avgpool": "pooling", "conv1": "square(after='conv1')", **ends}
-    assert [site.term for site in ds.sites(model).of("logits")] == [""]
+    assert [site.term for site in ds.sites(model).of_kind("logits")] == [""]
     assert "512×7×7" in str(ds.sites(model))
 
 
 def test_a_branch_that_serves_an_addition_and_a_concatenation_is_one_site() -> None:
     sites = ds.sites(create("timm/dpn48b"))
-    paths = [site.path for site in sites.of("last_spatial_conv")]
+    paths = [site.path for site in sites.of_kind("last_spatial_conv")]
     assert len(set(paths)) == len(paths) == 16

@@ -1,4 +1,4 @@
-"""Specs: the words, their options, one spelling for each, and clear refusals."""
+"""Specs: the terms, their options, one canonical spelling, and clear errors."""
 
 import re
 
@@ -81,16 +81,16 @@ def test_the_options_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("poolin", "unknown word 'poolin' .*the words are: pooling, softmin, excitation"),
-        ("pooling+SP", "unknown word 'SP' in the spec 'pooling.SP'"),
-        ("Pooling", "unknown word 'Pooling'"),
+        ("poolin", "unknown term 'poolin' .*the terms are: pooling, softmin, excitation"),
+        ("pooling+SP", "unknown term 'SP' in the spec 'pooling.SP'"),
+        ("Pooling", "unknown term 'Pooling'"),
         ("excitation(beta=1)", "excitation .*has no option beta; excitation takes alpha=1.0"),
         ("pooling(p=2)", "has no option p; pooling takes no options"),
         ("moment3(order=4)", "has no option order; moment3 takes no options"),
         ("excitation(**{'alpha': 2})", "has no option None"),
         ("excitation(0.1)", "options are given by name; excitation takes alpha=1.0"),
         ("excitation(alpha=1, alpha=2)", "alpha"),
-        ("pooling+", "not a spec: .*A spec joins words by '\\+'"),
+        ("pooling+", "not a spec: .*A spec joins terms by '\\+'"),
         ("+pooling", "not a spec"),
         ("pooling++excitation", "not a spec"),
         ("pooling excitation", "not a spec"),
@@ -128,7 +128,7 @@ def test_mistakes_are_explained(spec: str, message: str) -> None:
     ],
 )
 def test_a_spec_is_never_run(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"not a spec|unknown word"):
+    with pytest.raises(ValueError, match=r"not a spec|unknown term"):
         parse_spec(spec)
 
 
@@ -157,8 +157,8 @@ def test_two_words_at_one_site_are_refused(spec: str, first: str, second: str) -
 
 
 def test_two_names_of_one_module_are_refused() -> None:
-    """The output of a Sequential is the output of its last module: one place, where two squares are one too many."""
-    with pytest.raises(ValueError, match=r"both stand after layer1\.1"):
+    """The output of a Sequential is the output of its last module: one site, which takes one square."""
+    with pytest.raises(ValueError, match=r"both fill layer1\.1"):
         ds.equip(create("resnet18"), "square(after='layer1')+square(after='layer1.1')")
 
 
@@ -170,7 +170,7 @@ def test_two_names_of_one_module_are_refused() -> None:
     [
         (
             "excitation(alpha=0)",
-            r"the word excitation\(alpha=0\) of the spec: alpha is 0.0, expected a positive",
+            r"the term excitation\(alpha=0\) of the spec: alpha is 0.0, expected a positive",
         ),
         ("excitation(alpha=-1)", "alpha is -1.0, expected a positive finite"),
         ("excitation(alpha=1e999)", "alpha is inf"),
@@ -188,7 +188,7 @@ def test_two_names_of_one_module_are_refused() -> None:
         ("lp(p=0.5)", "p is 0.5 .* at least 1"),
         ("lp(p='2')", "p='2', expected a float"),
         ("lp(sigma=0)", "sigma 0.0, expected .* a positive sigma"),
-        ("square", r"no module '' .*square\(after='…'\). At its top are: conv1, bn1, act1"),
+        ("square", r"no module '' .*square\(after='…'\). Its children are: conv1, bn1, act1"),
         ("square(after='layer9')", "ResNet has no module 'layer9' .* conv1, bn1"),
         ("square(after='layer1.0.conv9')", "no module 'layer1.0.conv9'"),
         ("square(after=3)", "after=3, expected a str"),

@@ -1,4 +1,4 @@
-"""The test-phase form of a model: what training needed as layers of their own goes into the layers before them."""
+"""The inference form of a model: layers that only training needs are merged into the layers before them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
+from deepsquare.surgery.equip import FOLDED, check_intact, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
 from deepsquare.surgery.insertion import SITE, base_class
-from deepsquare.surgery.operation import FOLDED, check_intact, is_folded, unwrap
 from deepsquare.surgery.trace import VIEWS, Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm, idle in the test phase
+DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm; the identity at inference
 HOMOGENEOUS = VIEWS | {*AVERAGES, "relu"}  # f(k·x) = k·f(x) for k ≥ 0
 
 
 def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     """A copy of ``model`` for inference, with the same outputs.
 
-    √s of Square-Softmin is merged into the last fully connected layer (the paper's own remark under Eq. 24), batch
-    normalisation into the convolution before it, a ReLU into the Square-Encoding behind it, which then is one pass;
-    dropout is gone. The model itself is left as it is.
+    √s of Square-Softmin is merged into the last fully connected layer (the paper's remark under Eq. 24), batch
+    normalization into the convolution before it, a ReLU into the Square-Encoding after it; dropout is removed. The
+    model itself does not change.
     """
     model = unwrap(model)  # type: ignore[assignment]
     check_intact(model)
     if model.training:
-        raise ValueError("fold makes the test-phase form of a model; call fold(model.eval())")
+        raise ValueError("fold returns the inference form of a model; call fold(model.eval())")
     if is_folded(model):
         return model
     folded = copy.deepcopy(model)
@@ -50,17 +50,17 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
 
 
 def _merge_scale(model: nn.Module, graph: Graph) -> None:
-    """-s·x² = -(√s·x)², so √s goes into the layer that makes x, if nothing but homogeneous operations lie between."""
+    """-s·x² = -(√s·x)²: √s goes into the layer that computes x, if only homogeneous operations lie between."""
     for call in graph.calls:
         softmin = call.module
         if not isinstance(softmin, SquareSoftmin) or softmin.root_scale is None:
             continue
-        made = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
-        layer = graph.calls[graph.nodes[made].call].module
-        # The exact classes: in others (cosine classifiers, parametrised ones) the weight is not all there is.
+        source = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
+        layer = graph.calls[graph.nodes[source].call].module
+        # The exact classes: others (cosine classifiers, parametrized ones) are not determined by weight and bias.
         if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or not _is_exclusive(model, graph, layer):
             continue
-        if any(n.op not in HOMOGENEOUS for n in graph.between(made, call.input)):
+        if any(n.op not in HOMOGENEOUS for n in graph.between(source, call.input)):
             continue
         assert isinstance(layer, (nn.Linear, *CONVOLUTIONS))
         root = softmin.root_scale.abs()
@@ -71,7 +71,7 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
 
 
 def _is_exclusive(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
-    """Whether the module runs once, shares no parameter with another and has no hook: it can be changed by itself."""
+    """Whether the module is called once, shares no parameter and has no hook, so that it can be changed alone."""
     owners: Counter[nn.Parameter] = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     shares = any(owners[parameter] > 1 for parameter in module.parameters())
     hooked = module._forward_hooks or module._forward_pre_hooks
@@ -79,7 +79,7 @@ def _is_exclusive(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
 
 
 class FoldedNorm(nn.Module):
-    """What is left of a normalisation layer that also dropped and activated (timm's ``BatchNormAct2d``)."""
+    """A merged normalization layer that also has dropout and an activation (timm's ``BatchNormAct2d``)."""
 
     def __init__(self, drop: nn.Module, act: nn.Module) -> None:
         super().__init__()
@@ -87,16 +87,16 @@ class FoldedNorm(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape, unchanged but for the activation."""
+        """Any shape, to the same shape."""
         out: Tensor = self.act(self.drop(x))
         return out
 
 
 def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
     convolutions = [call for call in graph.calls if base_class(call.module) in CONVOLUTIONS]
-    made_by = {call.output: call for call in convolutions if graph.nodes[call.output].is_conv}
+    producer = {call.output: call for call in convolutions if graph.nodes[call.output].is_conv}
     for call in graph.calls:
-        norm, before = call.module, made_by.get(call.input)
+        norm, before = call.module, producer.get(call.input)
         if before is None or graph.readers(call.input) > 1 or not isinstance(norm, BATCH_NORMS):
             continue
         if not _is_exclusive(model, graph, before.module) or not _is_exclusive(model, graph, norm):
@@ -116,26 +116,26 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
         )
         for name, child in norm.named_children():
             if SITE in child.__dict__:
-                rest.add_module(name, child)  # an inserted module goes on acting where it stood
+                rest.add_module(name, child)  # an inserted module keeps acting at its site
         parent, _, name = call.path.rpartition(".")
         setattr(model.get_submodule(parent), name, rest.train(norm.training))
 
 
 def _merge_relus(model: nn.Module, graph: Graph) -> None:
-    """A ReLU that nothing but a square reads is part of it: max(0, t)², one pass instead of two."""
-    made_by = {call.output: call for call in graph.calls if type(call.module) is nn.ReLU}
+    """A ReLU that only a square reads is merged into it: max(0, t)² in one pass."""
+    producer = {call.output: call for call in graph.calls if type(call.module) is nn.ReLU}
     for call in graph.calls:
-        before = made_by.get(call.input)
+        before = producer.get(call.input)
         if before is None or type(call.module) not in (EleSquare, SquareEncoding):
             continue
-        alone = all(_is_exclusive(model, graph, module) for module in (call.module, before.module))
-        if alone and graph.readers(call.input) == 1:
+        exclusive = all(_is_exclusive(model, graph, module) for module in (call.module, before.module))
+        if exclusive and graph.readers(call.input) == 1:
             replace(model, call.module, ReLUSquare())
             replace(model, before.module, nn.Identity())
 
 
 def _remove_dropout(model: nn.Module) -> None:
-    """What does nothing in the test phase."""
+    """Replace the layers that are the identity at inference."""
     for module in list(model.modules()):
         hooked = module._forward_hooks or module._forward_pre_hooks
         dropping = type(module).__name__ in DROPPING or (
@@ -146,7 +146,7 @@ def _remove_dropout(model: nn.Module) -> None:
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``old`` stands in ``model``; where that was inserted, it acts at the same site."""
+    """Replace ``old`` by ``new`` everywhere in ``model``; an inserted module keeps its site."""
     if SITE in old.__dict__:
         setattr(new, SITE, old.__dict__[SITE])
     new.train(old.training)

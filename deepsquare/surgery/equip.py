@@ -1,0 +1,219 @@
+"""Adding techniques to the sites of a model, and removing them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from deepsquare.surgery import head
+from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
+from deepsquare.surgery.finder import find_sites, named_site
+from deepsquare.surgery.head import Patch
+from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
+from deepsquare.surgery.reset_gammas import refuse_zero_convolutions, reset_gammas, restore_gammas, warn_reset
+from deepsquare.surgery.site import Site, Sites
+from deepsquare.surgery.spec import Term, format_spec, parse_spec
+from deepsquare.surgery.trace import Graph, trace
+
+FOLDED = "deepsquare_folded"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class EquipRecord:
+    """What ``equip`` did to a model; kept on the model as ``deepsquare_record``.
+
+    Attributes:
+        spec: the spec in its canonical spelling.
+        dropout: the ratio before the last fully connected layer, or ``None`` if it was not set.
+        sites: all sites of the base model, each with the term that fills it.
+        reset_gammas: the parameters (γ of a normalization) that were set from 0 to 1.
+        patches: the changes to the base model itself, in order: strides, a wider layer, a dropout ratio.
+    """
+
+    spec: str
+    dropout: float | None
+    sites: Sites
+    reset_gammas: tuple[str, ...] = ()
+    patches: tuple[Patch, ...] = ()
+
+
+def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape: Sequence[int] | None = None) -> Model:
+    """Add the techniques of ``spec`` to ``model``, in place, and return it.
+
+    Every key of the base ``state_dict`` stays, so pretrained weights load before or after; only second-order poolings
+    need a wider layer behind them, which is initialized anew. Equipping again with the same spec changes nothing; with
+    another spec it is an error (``unequip`` first).
+
+    Args:
+        model: a CNN classifier, from torchvision, from timm or your own.
+        spec: terms joined by ``+``, as in ``"pooling+excitation"``.
+        dropout: the dropout ratio before the last fully connected layer (the paper trains its networks with 0.2).
+        input_shape: shape of one input without the batch, ``(channels, height, width)``, if it cannot be guessed.
+    """
+    terms = parse_spec(spec)
+    _refuse_wrapped_and_folded(model)
+    record = equip_record(model)
+    if record is not None:
+        check_intact(model)
+        if (set(parse_spec(record.spec)), record.dropout) == (set(terms), dropout):
+            return model
+        raise ValueError(
+            f"{type(model).__name__} is already equipped with {record.spec!r} (dropout={record.dropout}), so it "
+            f"cannot take {format_spec(terms)!r} (dropout={dropout}); call unequip(model) first"
+        )
+    refuse_inner(model)
+    if not terms and dropout is None:
+        return model
+    graph = trace(model, input_shape)
+    patches: list[Patch] = []
+    try:
+        record = _insert_terms(model, terms, dropout, graph, patches)
+        model.deepsquare_record = record  # type: ignore[assignment]
+    except BaseException:  # a term that does not fit, a model that takes no new attributes
+        _remove_terms(model, patches)
+        raise
+    if record.reset_gammas:
+        warn_reset(record.reset_gammas)
+    return model
+
+
+def _insert_terms(
+    model: nn.Module, terms: Sequence[Term], dropout: float | None, graph: Graph, patches: list[Patch]
+) -> EquipRecord:
+    """Equip the model; ``patches`` receives each change of a base module as soon as it is made."""
+    if any(term.dense for term in terms):
+        patches += head.make_dense(model, graph)
+        graph = head.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
+    sites = find_sites(model, graph)
+    assigned = _assign(model, terms, graph, sites)
+    modules = {site: term.build(site) for site, term in assigned.items()}
+    needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
+    if needs_nonzero_branch:
+        refuse_zero_convolutions(model, sites)
+    if dropout is not None:
+        head.check_dropout(model, sites, dropout)
+    for site, module in modules.items():
+        patches += head.widen(model, graph, site, module)
+        insert(model, site, assigned[site].name, module)
+    if any(patch.attribute == "weight" for patch in patches):
+        head.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
+    fuse_blocks(model)
+    if dropout is not None:
+        patches += head.set_dropout(model, sites, dropout)
+    names = reset_gammas(model, sites) if needs_nonzero_branch else ()
+    filled = sites.filled({site: str(term) for site, term in assigned.items()})
+    return EquipRecord(format_spec(terms), dropout, filled, names, tuple(patches))
+
+
+def _remove_terms(model: nn.Module, patches: Sequence[Patch]) -> None:
+    unfuse_blocks(model)
+    remove_inserted(model)
+    head.revert(model, patches)
+
+
+def unequip(model: Model) -> Model:
+    """Remove everything that :func:`equip` added, in place: the base model again, with the same weights."""
+    _refuse_wrapped_and_folded(model)
+    record = equip_record(model)
+    if record is None:
+        return model
+    _remove_terms(model, record.patches)
+    restore_gammas(model, record.reset_gammas)
+    del model.deepsquare_record
+    return model
+
+
+def equip_record(model: nn.Module) -> EquipRecord | None:
+    """The record of ``model`` (or of the model that DDP, EMA or ``torch.compile`` wrapped), if it is equipped."""
+    return getattr(unwrap(model), "deepsquare_record", None)
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Whether the model is the inference form that :func:`deepsquare.fold` returns."""
+    return bool(getattr(model, FOLDED, False))
+
+
+def _refuse_wrapped_and_folded(model: nn.Module) -> None:
+    name = type(model).__name__
+    if unwrap(model) is not model:
+        raise ValueError(f"this is a {name} around a model; change the model itself, before it is wrapped")
+    if is_folded(model):
+        raise ValueError(f"this {name} is folded, which cannot be undone; use the model that was folded")
+
+
+def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
+    """Every site of ``model``, with the term that fills it once the model is equipped."""
+    refuse_inner(model)
+    check_intact(model)
+    record = equip_record(model)
+    if record is not None:
+        return record.sites
+    model = unwrap(model)
+    return find_sites(model, trace(model, input_shape))
+
+
+def refuse_inner(model: nn.Module) -> None:
+    """Refuse a model that contains an equipped one: only the inner model has the record of its sites."""
+    model = unwrap(model)
+    if equip_record(model) is None:
+        inner = next((path for path, module in model.named_modules() if isinstance(module, WithInserted)), None)
+        if inner is not None:
+            raise ValueError(f"{type(model).__name__} has an equipped model inside ({inner}, …); use that one instead")
+
+
+def check_intact(model: nn.Module) -> None:
+    """Refuse a model in which a module at a site was replaced after ``equip``, and the inserted module with it."""
+    record = equip_record(model)
+    if record is None:
+        return
+    expected = {f"{site.path}.{PREFIX}{site.term.split('(')[0]}": site.term for site in record.sites if site.term}
+    if record.dropout is not None and not record.sites.dropout:
+        expected[f"{record.sites.classifier}.{PREFIX}dropout"] = "dropout"
+    names = dict(unwrap(model).named_modules())
+    for path, term in expected.items():
+        if path not in names:
+            raise ValueError(
+                f"{path.rpartition('.')[0]} has lost its {term}: the module was replaced after equip. Change the model "
+                "first, then equip it"
+            )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside ``DistributedDataParallel``, ``AveragedModel``, timm's EMA or a compiled model.
+
+    These have one child, named ``module`` or ``_orig_mod``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (nn.Module), got {model!r}")
+    while list(model._modules) in (["module"], ["_orig_mod"]):
+        (model,) = model.children()
+    return model
+
+
+def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
+    """The term for each site that is to be filled."""
+    assigned: dict[Site, Term] = {}
+    for term in terms:
+        for site in _sites_for(model, term, graph, sites):
+            if site in assigned:
+                raise ValueError(f"the terms {assigned[site]} and {term} both fill {site.path}; keep one of them")
+            assigned[site] = term
+    return assigned
+
+
+def _sites_for(model: nn.Module, term: Term, graph: Graph, sites: Sites) -> list[Site]:
+    kind = term.technique.kind
+    if term.after is not None or kind is None:
+        return [named_site(model, graph, term.after or "", term.name)]
+    candidates = sites.of_kind(kind)
+    if not candidates:
+        hint = f". {term.name}(after='…') acts after a module you name" if "after" in term.technique.options else ""
+        raise ValueError(
+            f"{type(model).__name__} has no {kind} site for the term {term.name!r}: {sites.missing[kind]}. "
+            f"Its sites: {sites.summary()}{hint}"
+        )
+    return term.choose(candidates)

@@ -1,0 +1,164 @@
+"""The grammar of a spec: terms joined by ``+``, each the name of a technique with options in parentheses.
+
+``"pooling+excitation(alpha=0.001)"`` describes a row of a table, and a checkpoint needs no more than this string to
+rebuild its model.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepsquare.surgery.site import Site
+from deepsquare.surgery.techniques import BASELINES, TECHNIQUES, Technique
+
+ALIASES = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
+"""GSoP-Net1 and GSoP-Net2, and the specs they stand for."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a spec, with the options that differ from their defaults."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def technique(self) -> Technique:
+        """The technique that it names."""
+        return TECHNIQUES[self.name]
+
+    def option(self, name: str, absent: Any = None) -> Any:
+        """The value of an option, or its default; ``absent`` where the technique has no such option."""
+        return dict(self.options).get(name, self.technique.options.get(name, absent))
+
+    @property
+    def after(self) -> str | None:
+        """The module that the term names instead of the sites of its kind."""
+        after: str = self.option("after", "")
+        return after if after or self.technique.kind is None else None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the last stage of the network gets stride 1."""
+        return bool(self.option("dense", False))
+
+    def choose(self, sites: Sequence[Site]) -> list[Site]:
+        """Those sites of its kind that the term fills."""
+        if not self.technique.stage_ends:
+            return list(sites)
+        ends = list({site.stage: site for site in sites}.values())
+        return ends if self.option("last") else ends[:-1]
+
+    def build(self, site: Site) -> nn.Module:
+        """The module for ``site``; the error names the term if the options do not suit the module."""
+        if self.name in BASELINES and len(site.spatial) != 2:
+            shape = "×".join(map(str, site.shape))
+            raise ValueError(f"the term {self} takes maps with height and width; {site.path} gives {shape}")
+        try:
+            return self.technique.build(site, **dict(self.options))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the term {self} of the spec: {error}") from error
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={_format_value(value)}" for key, value in self.options)
+        return f"{self.name}({options})" if options else self.name
+
+
+def _format_value(value: Any) -> str:
+    """2, not 2.0."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else repr(value)
+
+
+def parse_spec(spec: str) -> tuple[Term, ...]:
+    """The terms of ``spec``, validated; none for an empty spec."""
+    if not isinstance(spec, str):
+        raise TypeError(f"a spec is a string such as 'pooling+excitation', got {spec!r}")
+    if not spec.strip():
+        return ()
+    try:
+        tree: ast.expr = ast.parse(spec.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
+    terms = [term for part in _summands(tree) for term in _parse_terms(part, spec)]
+    _refuse_clashes(terms, spec)
+    return tuple(terms)
+
+
+def format_spec(terms: Sequence[Term]) -> str:
+    """The spec of ``terms``, in its one canonical spelling."""
+    return "+".join(map(str, terms))
+
+
+def _summands(tree: ast.expr) -> list[ast.expr]:
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        return _summands(tree.left) + _summands(tree.right)
+    return [tree]
+
+
+def _not_a_spec(spec: str, reason: str) -> ValueError:
+    return ValueError(
+        f"not a spec: {spec!r} ({reason}). A spec joins terms by '+', options in parentheses: "
+        "'pooling+excitation(alpha=0.001)'"
+    )
+
+
+def _parse_terms(tree: ast.expr, spec: str) -> tuple[Term, ...]:
+    if isinstance(tree, ast.Name) and tree.id in ALIASES:
+        return parse_spec(ALIASES[tree.id])
+    return (_parse_term(tree, spec),)
+
+
+def _parse_term(tree: ast.expr, spec: str) -> Term:
+    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise _not_a_spec(spec, f"{ast.unparse(tree)} is not a term")
+    name = call.func.id
+    if name not in TECHNIQUES:
+        if name in ALIASES:
+            raise ValueError(f"{name} takes no options; write {ALIASES[name]}, which it stands for, with options")
+        names = ", ".join((*TECHNIQUES, *ALIASES))
+        raise ValueError(f"unknown term {name!r} in the spec {spec!r}; the terms are: {names}")
+    known = TECHNIQUES[name].options
+    takes = f"{name} takes " + (", ".join(f"{k}={v!r}" for k, v in known.items()) or "no options")
+    if call.args:
+        raise _not_a_spec(spec, f"options are given by name; {takes}")
+    options: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg not in known:
+            raise ValueError(f"the term {name} of the spec {spec!r} has no option {keyword.arg}; {takes}")
+        if keyword.arg in options:
+            raise _not_a_spec(spec, f"{name} has {keyword.arg} twice")
+        options[keyword.arg] = _value(keyword, known[keyword.arg], spec)
+    return Term(name, tuple((key, options[key]) for key in known if key in options and options[key] != known[key]))
+
+
+def _value(keyword: ast.keyword, default: Any, spec: str) -> Any:
+    """The value of an option, which must have the type of its default; an int is accepted for a float."""
+    written = ast.unparse(keyword)
+    kind = type(default)
+    try:
+        value = ast.literal_eval(keyword.value)
+    except (ValueError, TypeError) as error:
+        raise _not_a_spec(spec, f"{written} is not a number, string or bool") from error
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise _not_a_spec(spec, f"{written}, expected a {kind.__name__} like {default!r}")
+    return value
+
+
+def _refuse_clashes(terms: list[Term], spec: str) -> None:
+    """One term per site: two poolings cannot both pool, and squaring twice at one site is a fourth power."""
+    names: dict[Any, str] = {}
+    for term in terms:
+        site = term.technique.kind if term.after is None else ("after", term.after)
+        if site in names:
+            raise ValueError(
+                f"the spec {spec!r} fills the same site twice, by {names[site]} and {term.name}; keep one of them"
+            )
+        names[site] = term.name
