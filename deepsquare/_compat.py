@@ -1,6 +1,6 @@
-"""Old names: files and rows written before the names of this version are read and converted here, and nowhere else.
+"""Conversion of files and rows written by older versions; all compatibility code is in this file.
 
-``python -m deepsquare._compat results/*.jsonl`` converts stores of rows in place; a store that is current stays as it is.
+``python -m deepsquare._compat results/*.jsonl`` converts stores of rows in place; converting again changes nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ METRIC_KEYS = {
     "products": "elementwise_muls",
 }
 
+CONTINUED = ", continued"  # at the end of a schedule
+
 
 def upgrade_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a store with the names of this version."""
     upgraded = {**row, "recipe": _renamed(row["recipe"], RECIPE_KEYS)}
+    recipe = upgraded["recipe"]
+    if str(recipe.get("schedule", "")).endswith(CONTINUED):
+        recipe |= {"schedule": recipe["schedule"].removesuffix(CONTINUED), "init_from": recipe["model"]}
     if row["experiment"] == "spirals":
         upgraded["row"] = row["row"].replace("optimiser", "optimizer")
         upgraded["metrics"] = _renamed(row["metrics"], RECIPE_KEYS)
@@ -57,6 +62,40 @@ def upgrade_store(path: Path) -> int:
         with atomic_write(path) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in after), encoding="utf-8")
     return changed
+
+
+# ---- headers of checkpoints, and metadata of exported files ----
+
+
+def upgrade_header(header: dict[str, Any]) -> dict[str, Any]:
+    """The header of a checkpoint in version 2; version 1 had ``arguments``, and ``pictures`` with ``classes``."""
+    if header.get("version") != 1:
+        return header
+    names = {"arguments": "kwargs", "pictures": "preprocessing"}
+    upgraded = {names.get(key, key): value for key, value in header.items()}
+    preprocessing = _renamed(upgraded.get("preprocessing"), {"classes": "class_names"})
+    return {**upgraded, "preprocessing": preprocessing, "version": 2}
+
+
+def upgrade_metadata(metadata: Any) -> Any:
+    """The metadata of an exported file, in which ``preprocessing`` was ``pictures`` with ``classes``."""
+    return _renamed(metadata, {"pictures": "preprocessing", "classes": "class_names"})
+
+
+def upgrade_training_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A training state (``last.pt``) of version 2 with the names of version 3."""
+    names = {"optimiser": "optimizer", "average": "ema"}
+    upgraded = {names.get(key, key): value for key, value in state.items()}
+    progress_keys = {"tally": "epoch_metrics", "losing": "bad_epochs", "right": "correct"}
+    for key, inner_names in (("recipe", RECIPE_KEYS), ("progress", progress_keys)):
+        if key in upgraded:
+            upgraded[key] = _renamed(upgraded[key], inner_names)
+    return {**upgraded, "version": 3}
+
+
+def upgrade_run_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of a training run (``run.json``) with the names of this version."""
+    return dict(_renamed(dict(summary), RECIPE_KEYS))
 
 
 if __name__ == "__main__":

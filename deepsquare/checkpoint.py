@@ -1,6 +1,6 @@
-"""Checkpoints that know their model: safetensors with the model's name, spec and arguments in the header.
+"""Checkpoints from which a model can be rebuilt: safetensors with the model's name, spec and kwargs in the header.
 
-Only safetensors files are read. A pickled file can run code when it is opened, so it is refused.
+Only safetensors files are read. Unpickling a file can run code, so pickled files are refused.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import os
 import warnings
 from collections import OrderedDict
@@ -16,107 +15,81 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
+from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import PREFIX, check_intact, equip_record, fold, is_folded, refuse_inner, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
-VERSION = 1
-FIELDS: dict[str, tuple[type, ...]] = {
-    "name": (str, type(None)),
-    "arguments": (dict,),
-    "spec": (str,),
-    "dropout": (float, int, type(None)),
-    "input_shape": (list, type(None)),
-    "folded": (bool,),
-    "pictures": (dict, type(None)),
-}
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, by channel, from 0 to 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
-class Preprocessing:
-    """How a image becomes a model's input, and the names of the classes that it tells apart.
+class RunInfo:
+    """The training run that a model comes from."""
 
-    Attributes:
-        classes: their names, in the order of the outputs.
-        size: side of the centre that is cut out.
-        resize: the shorter side before that.
-        mean, std: by which the values, from 0 to 1, are normalised.
-    """
-
-    classes: tuple[str, ...]
-    size: int = 224
-    resize: int = 256
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.classes, tuple) and all(isinstance(name, str) for name in self.classes)):
-            raise ValueError(f"classes is {self.classes!r}; expected a tuple of names")
-        if not 0 < self.size <= self.resize:
-            raise ValueError(f"size is {self.size} and resize {self.resize}; expected a centre within the shorter side")
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            if len(values) != 3 or not all(math.isfinite(value) for value in values):
-                raise ValueError(f"{name} is {values}; expected three numbers, for red, green and blue")
-        if min(self.std) <= 0:
-            raise ValueError(f"std is {self.std}; expected numbers above 0")
-
-    @classmethod
-    def read(cls, stored: dict[str, Any], path: PathLike) -> Preprocessing:
-        """From a header; a clear word if it is damaged."""
-        try:
-            mean, std = (tuple(float(value) for value in stored[key]) for key in ("mean", "std"))
-            classes = stored["classes"]
-            named = tuple(classes) if isinstance(classes, list) else classes
-            return cls(named, int(stored["size"]), int(stored["resize"]), mean, std)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"the header of {path} has no valid 'pictures' ({error}); fetch or save the file again"
-            raise ValueError(reason) from error
+    row: str  # its label
+    seed: int
+    init_from: str | None = None  # the row whose trained weights it started from; None for random weights
 
 
-def save(model: nn.Module, path: PathLike, preprocessing: Preprocessing | None = None) -> None:
+@dataclass(frozen=True)
+class Header:
+    """The header of a checkpoint; name, kwargs, spec, dropout and input_shape are those of ``create_model``."""
+
+    name: str | None  # None for a model that create_model did not build
+    kwargs: dict[str, Any]
+    spec: str
+    dropout: float | None
+    input_shape: tuple[int, ...] | None  # None for a model without a spec
+    folded: bool
+    preprocessing: Preprocessing | None = None
+    run: RunInfo | None = None
+
+
+def save(
+    model: nn.Module, path: PathLike, preprocessing: Preprocessing | None = None, run: RunInfo | None = None
+) -> None:
     """Write ``model`` to a safetensors file from which :func:`load` rebuilds it.
 
-    ``preprocessing`` says how a image becomes its input and what its classes are called; what evaluates, exports or
-    predicts finds it there (:func:`read_preprocessing`).
-
     A model that :func:`deepsquare.create_model` did not build is saved with its spec, but without its name; load it
-    with :func:`load_weights`. The file is written beside its place first and renamed, so it is whole or not there.
+    with :func:`load_weights`. ``preprocessing`` says how an image becomes the model's input; evaluation, export and
+    prediction read it from the file. The file is written to a temporary path and renamed, so it is never incomplete.
     """
     model = unwrap(model)
-    present = equip_record(model)
+    record = equip_record(model)
     refuse_inner(model)
     check_intact(model)
     config: ModelConfig | None = getattr(model, "deepsquare_config", None)
-    header = {
-        "format": "deepsquare",
-        "version": VERSION,
-        "name": config.name if config else None,
-        "arguments": config.kwargs if config else {},
-        "spec": present.spec if present else "",
-        "dropout": present.dropout if present else None,
-        "input_shape": present.sites.input_shape if present else None,
-        "folded": is_folded(model),
-        "pictures": asdict(preprocessing) if preprocessing else None,
-    }
+    header = Header(
+        name=config.name if config else None,
+        kwargs=config.kwargs if config else {},
+        spec=record.spec if record else "",
+        dropout=record.dropout if record else None,
+        input_shape=record.sites.input_shape if record else None,
+        folded=is_folded(model),
+        preprocessing=preprocessing,
+        run=run,
+    )
     try:
-        metadata = {key: json.dumps(value) for key, value in header.items()}
+        fields = {"format": "deepsquare", "version": VERSION, **asdict(header)}
+        metadata = {key: json.dumps(value) for key, value in fields.items()}
     except TypeError as error:
         raise ValueError(
-            f"the arguments {header['kwargs']} of {header['name']} cannot be stored: {error}. Build the model with "
-            "numbers, strings and truth values only"
+            f"the kwargs {header.kwargs} of {header.name} cannot be stored: {error}. Build the model with numbers, "
+            "strings and booleans only"
         ) from error
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     first = {value.untyped_storage().data_ptr(): key for key, value in reversed(tensors.items())}
     for key, value in tensors.items():
-        if first[value.untyped_storage().data_ptr()] != key:  # a second name of one tensor
+        if first[value.untyped_storage().data_ptr()] != key:  # a tensor that two keys share
             tensors[key] = value.clone()
     with atomic_write(path) as temporary:
         try:
@@ -128,23 +101,20 @@ def save(model: nn.Module, path: PathLike, preprocessing: Preprocessing | None =
 def load(path: PathLike, spec: str | None = None) -> nn.Module:
     """Rebuild the model that :func:`save` wrote.
 
-    Args:
-        path: the file.
-        spec: equip the model otherwise than the checkpoint says; what the file has no weights for is reported.
+    ``spec`` equips it otherwise than the checkpoint says; parameters that the file lacks are logged.
     """
     header = read_header(path)
-    if header.get("name") is None:
+    if header.name is None:
         raise ValueError(
-            f"{path} does not say which model it holds; build that model, equip it with spec "
-            f"{header.get('spec', '')!r}, and use deepsquare.load_weights(model, path)"
+            f"{path} does not say which model it holds; build that model, equip it with spec {header.spec!r}, and use "
+            "deepsquare.load_weights(model, path)"
         )
-    chosen = header["spec"] if spec is None else spec
-    kwargs = {key: value for key, value in header["arguments"].items() if key not in WEIGHT_KWARGS}
+    kwargs = {key: value for key, value in header.kwargs.items() if key not in WEIGHT_KWARGS}
+    kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* started at γ = 0")  # weights follow
-        shape = header["input_shape"]
-        model = create_model(header["name"], chosen, dropout=header["dropout"], input_shape=shape, **kwargs)
-    if header["folded"]:
+        warnings.filterwarnings("ignore", message=".* with γ = 0")  # the weights are loaded below
+        model = create_model(header.name, header.spec if spec is None else spec, **kwargs)
+    if header.folded:
         model = fold(model.eval())
     tensors = load_file(path)
     for key, value in (*model.named_parameters(), *model.named_buffers()):
@@ -155,16 +125,16 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
 
 
 def load_weights(model: nn.Module, path: PathLike) -> list[str]:
-    """Load a safetensors file into ``model`` and return the keys that are new in the model.
+    """Load a safetensors file into ``model`` and return the keys that the file lacks.
 
-    New keys may only be DeepSquare's own (the file holds the base model); anything else that does not fit is an error.
+    Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
     header = read_header(path)
     return _fill(unwrap(model), load_file(path), path, header)
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: dict[str, Any]) -> list[str]:
-    """Put ``tensors`` into ``model``, all or none; the keys that are new in the model."""
+def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header) -> list[str]:
+    """Load ``tensors`` into ``model``, all or none; return the keys that the file lacks."""
     expected = model.state_dict()
     new = [key for key in expected if key not in tensors and PREFIX in key]
     problems = [f"{key} is missing" for key in expected if key not in tensors and PREFIX not in key]
@@ -175,15 +145,17 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         if key in tensors and tensors[key].shape != value.shape
     ]
     if problems:
-        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        listed = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        name = header.name or "a model without a name"
         raise ValueError(
-            f"{path} does not fit {_describe(model)}: {shown}. {_holds(header)}. If that model was changed after it "
-            "was created, build it again and use deepsquare.load_weights; weights of a base model go in before a word "
-            "that widens its classifier (load first, then equip)"
+            f"{path} does not fit {_describe(model)}: {listed}. The file holds {name} with spec {header.spec!r} and "
+            f"kwargs {header.kwargs}. If that model was changed after it was created, build it again and use "
+            "deepsquare.load_weights; load weights of a base model before equipping it with a technique that widens "
+            "its classifier"
         )
     before = copy.deepcopy(expected)
     state = OrderedDict(tensors)
-    state._metadata = before._metadata  # type: ignore[attr-defined]  # the versions of the modules: MNASNet asks for them
+    state._metadata = before._metadata  # type: ignore[attr-defined]  # the modules' versions: MNASNet needs them
     try:
         model.load_state_dict(state, strict=False)
     except ValueError as error:
@@ -191,14 +163,14 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         raise ValueError(f"{path}: {error}") from error
     if new:
         logger.warning(
-            "%s: loaded %d tensors; new in %s and left at their start values: %s",
+            "%s: loaded %d tensors; new in %s and left at their initial values: %s",
             path, len(tensors), _describe(model), ", ".join(new),
         )  # fmt: skip
     return new
 
 
-def read_header(path: PathLike) -> dict[str, Any]:
-    """What a checkpoint says of itself: name, arguments, spec, dropout; empty for a foreign safetensors file."""
+def read_header(path: PathLike) -> Header:
+    """The header of a checkpoint; for a safetensors file of another program, one without name, spec and kwargs."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
@@ -215,36 +187,24 @@ def read_header(path: PathLike) -> dict[str, Any]:
             ) from error
         raise ValueError(f"{path} is no complete safetensors file ({error}); fetch or save it again") from error
     if metadata.get("format") != '"deepsquare"':
-        return {}
+        return Header(name=None, kwargs={}, spec="", dropout=None, input_shape=None, folded=False)
     try:
-        header = {key: json.loads(value) for key, value in metadata.items()}
-    except json.JSONDecodeError as error:
+        fields = upgrade_header({key: json.loads(value) for key, value in metadata.items()})
+        if fields.get("version") == VERSION:
+            return msgspec.convert(fields, Header)
+    except ValueError as error:  # of json or msgspec
         raise ValueError(f"the header of {path} is damaged ({error}); fetch or save it again") from error
-    if header.get("version") != VERSION:
-        raise ValueError(
-            f"{path} is a checkpoint of version {header.get('version')}, this deepsquare reads {VERSION}; use the "
-            "release that wrote it"
-        )
-    header.setdefault("pictures", None)
-    for field, types in FIELDS.items():
-        if not isinstance(header.get(field, ...), types):
-            raise ValueError(f"the header of {path} has no valid {field!r}; fetch or save the file again")
-    return header
+    raise ValueError(
+        f"{path} is a checkpoint of version {fields.get('version')}, this deepsquare reads {VERSION}; use the release "
+        "that wrote it"
+    )
 
 
 def read_preprocessing(path: PathLike) -> Preprocessing | None:
-    """What images a checkpoint was saved for, if it says so."""
-    stored = read_header(path).get("pictures")
-    return Preprocessing.read(stored, path) if stored else None
+    """How an image becomes the input of a checkpoint's model; None if the file does not say."""
+    return read_header(path).preprocessing
 
 
 def _describe(model: nn.Module) -> str:
-    present = equip_record(model)
-    return type(model).__name__ + (f" equipped with {present.spec!r}" if present else "")
-
-
-def _holds(header: dict[str, Any]) -> str:
-    if not header:
-        return "The file does not say which model it holds"
-    name = header["name"] or "a model of your own"
-    return f"The file holds {name} with spec {header['spec']!r} and arguments {header['kwargs']}"
+    record = equip_record(model)
+    return type(model).__name__ + (f" equipped with {record.spec!r}" if record else "")

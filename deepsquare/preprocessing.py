@@ -45,7 +45,7 @@ class Preprocessing:
             raise ValueError(f"std is {self.std}; expected numbers above 0")
 
     def normalize(self, images: Tensor, channel_dim: int = 1) -> Tensor:
-        """Values from 0 to 255 of any type to float32, (x / 255 − mean) / std per channel, in the same memory format."""
+        """Values from 0 to 255 of any type to float32: (x / 255 − mean) / std per channel; the memory format stays."""
         shape = [1] * images.ndim
         shape[channel_dim] = 3
         mean, std = (torch.tensor(values, device=images.device).view(shape) for values in (self.mean, self.std))

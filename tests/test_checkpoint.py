@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
 import deepsquare.checkpoint
+from deepsquare.checkpoint import RunInfo, read_header, read_preprocessing
+from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import equip_record
 
 
@@ -242,9 +245,10 @@ def rewrite(path: Path, header: Mapping[str, str | None] = {}, tensors: Mapping[
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(field, None) for field in ("version", "arguments", "spec", "dropout", "folded")],
-        ("spec", '"soft'), ("arguments", "[1]"), ("arguments", "null"), ("dropout", '"much"'), ("name", "5"),
-        ("version", "2"),
+        *[(field, None) for field in ("version", "kwargs", "spec", "dropout", "folded")],
+        ("spec", '"soft'), ("kwargs", "[1]"), ("kwargs", "null"), ("dropout", '"much"'), ("name", "5"),
+        ("version", "3"), ("preprocessing", '{"size": "large"}'), ("preprocessing", '{"std": [0, 1, 1]}'),
+        ("preprocessing", "5"), ("run", '{"row": "resnet18"}'),
     ],
 )  # fmt: skip
 def test_a_damaged_header(field: str, value: str | None, tmp_path: Path) -> None:
@@ -253,7 +257,34 @@ def test_a_damaged_header(field: str, value: str | None, tmp_path: Path) -> None
     rewrite(path, {field: value})
     with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
         ds.load(path)
-    assert field in str(caught.value) or value == '"soft'
+    assert field in str(caught.value) or value in ('"soft', '{"std": [0, 1, 1]}')
+    assert "\n" not in str(caught.value)
+
+
+def test_preprocessing_and_run_are_stored(tmp_path: Path) -> None:
+    preprocessing = Preprocessing(("a", "b", "c"), 64, 72, (0.4, 0.4, 0.4), (0.2, 0.3, 0.2))
+    run = RunInfo("vanilla_cnn+pooling", 4, init_from="vanilla_cnn")
+    ds.save(trained("vanilla_cnn", num_classes=3), tmp_path / "m", preprocessing, run=run)
+    assert read_preprocessing(tmp_path / "m") == preprocessing
+    assert read_header(tmp_path / "m").run == run
+    ds.save(trained("vanilla_cnn"), tmp_path / "m")
+    assert read_preprocessing(tmp_path / "m") is None
+    assert read_header(tmp_path / "m").run is None
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_a_header_of_version_1(pictures: bool, tmp_path: Path) -> None:
+    model, path = trained("vanilla_cnn", "pooling+softmin", num_classes=3, dropout=0.3), tmp_path / "m"
+    ds.save(model, path)
+    old = {"classes": ["a", "b", "c"], "size": 64, "resize": 72, "mean": [0.4, 0.4, 0.4], "std": [0.2, 0.3, 0.2]}
+    header = {"version": "1", "arguments": '{"num_classes": 3}', "pictures": json.dumps(old) if pictures else None}
+    rewrite(path, {**header, "kwargs": None, "preprocessing": None, "run": None})
+    assert_same(ds.load(path), model)
+    expected = Preprocessing(("a", "b", "c"), 64, 72, (0.4, 0.4, 0.4), (0.2, 0.3, 0.2)) if pictures else None
+    assert read_preprocessing(path) == expected
+    rewrite(path, {"arguments": "[1]"})
+    with pytest.raises(ValueError, match=rf"the header of {path} is damaged \(Expected `object`.*kwargs"):
+        ds.load(path)
 
 
 def test_a_header_cannot_fetch_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +293,8 @@ def test_a_header_cannot_fetch_weights(tmp_path: Path, monkeypatch: pytest.Monke
     fetched: list[object] = []
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", lambda *args, **kw: fetched.append(1))
     ds.save(ds.create_model("torchvision/resnet18"), tmp_path / "m")
-    rewrite(tmp_path / "m", {"arguments": '{"weights": "DEFAULT"}'})
-    with contextlib.suppress(Exception):  # to refuse the file or to leave the argument out are both right
+    rewrite(tmp_path / "m", {"kwargs": '{"weights": "DEFAULT"}'})
+    with contextlib.suppress(Exception):  # to refuse the file or to ignore the argument are both right
         ds.load(tmp_path / "m")
     assert not fetched
 
@@ -320,12 +351,12 @@ def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
 def test_a_model_that_lost_a_part_is_not_saved(part: str, spec: str, tmp_path: Path) -> None:
     model = ds.create_model("resnet18", spec, num_classes=3)
     setattr(model, part, nn.Identity())
-    with pytest.raises(ValueError, match=f"{part}.*lost its {spec}.*equip it then"):
+    with pytest.raises(ValueError, match=f"{part}.*lost its {spec}.*then equip it"):
         ds.save(model, tmp_path / "m")
     assert not os.listdir(tmp_path)
 
 
-def test_arguments_that_no_file_can_hold(tmp_path: Path) -> None:
+def test_kwargs_that_cannot_be_stored(tmp_path: Path) -> None:
     model = ds.create_model("torchvision/resnet18", norm_layer=nn.BatchNorm2d)
     with pytest.raises(ValueError, match=r"norm_layer.*torchvision/resnet18 cannot be stored"):
         ds.save(model, tmp_path / "m")

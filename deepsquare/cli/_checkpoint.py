@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from deepsquare.checkpoint import Preprocessing, load, read_header, read_preprocessing
-from deepsquare.export.runtime import SUFFIXES
-from deepsquare.training.run import CHECKPOINT, MODEL
+    from deepsquare.preprocessing import Preprocessing
 
 
-def model_file(given: Path) -> Path:
+def model_file(path: Path) -> Path:
     """The model of a checkpoint, or of the folder of a training run."""
-    if given.suffix.lower() in SUFFIXES.values():
-        raise ValueError(f"{given} is an exported file; give the checkpoint that it was made from")
-    found = given / MODEL if given.is_dir() else given
-    folder = found.parent
-    if found.name == CHECKPOINT or (given.is_dir() and not found.exists()):
-        state = "is there" if (folder / MODEL).exists() else "is written when the run ends (--resume goes on with it)"
-        raise ValueError(f"{given} is no model; expected {folder / MODEL}, which {state}")
-    return found
+    from deepsquare.export.runtimes import is_exported
+    from deepsquare.training.run import CHECKPOINT, MODEL
+
+    if is_exported(path):
+        raise ValueError(f"{path} is an exported file; give the checkpoint that it was exported from")
+    file = path / MODEL if path.is_dir() else path
+    if file.name == CHECKPOINT or (path.is_dir() and not file.exists()):
+        model = file.with_name(MODEL)
+        state = "exists" if model.exists() else "is written when the run ends (continue it with --resume)"
+        raise ValueError(f"{path} is no model; expected {model}, which {state}")
+    return file
 
 
-def open_model(file: Path) -> tuple[nn.Module, Preprocessing]:
-    """The model of a checkpoint, and what it is shown: as it says, or as ImageNet's networks usually are."""
-    model, shown = load(file), read_preprocessing(file)
-    if shown is None:
-        shape, usual = read_header(file)["input_shape"], Preprocessing(())
-        shown = usual if shape is None or shape[-1] == usual.size else Preprocessing((), shape[-1], shape[-1])
-        warnings.warn(
-            f"{file} does not say how images become its input (deepsquare.save has images=… for that); taken as "
-            f"the centre, {shown.size} × {shown.size} of a shorter side of {shown.resize}, normalised as for ImageNet",
-            stacklevel=2,
-        )
-    return model, shown
+def load_model(file: Path) -> tuple[nn.Module, Preprocessing]:
+    """The model of a checkpoint and its preprocessing; ImageNet's if the checkpoint has none."""
+    from deepsquare.checkpoint import load, read_header
+    from deepsquare.preprocessing import Preprocessing
+
+    model, header = load(file), read_header(file)
+    if header.preprocessing:
+        return model, header.preprocessing
+    preprocessing = Preprocessing()
+    if header.input_shape and header.input_shape[-1] != preprocessing.size:
+        preprocessing = Preprocessing(size=header.input_shape[-1], resize=header.input_shape[-1])
+    warnings.warn(
+        f"{file} does not say how images become its input (deepsquare.save has preprocessing=… for that); using a "
+        f"center crop of {preprocessing.size} × {preprocessing.size} after resizing the shorter side to "
+        f"{preprocessing.resize}, and ImageNet's mean and std",
+        stacklevel=2,
+    )
+    return model, preprocessing

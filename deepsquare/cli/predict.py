@@ -1,4 +1,4 @@
-"""``deepsquare predict``: what images show."""
+"""``deepsquare predict``: the likeliest classes of images."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from deepsquare.cli._checkpoint import model_file, open_model
-from deepsquare.export import load_exported
-from deepsquare.export.exporter import compute_logits
-from deepsquare.export.images import load_images
-from deepsquare.export.runtime import SUFFIXES
-
-SHOWN = 5  # answers for a image
+TOP_K = 5
 
 
 def predict_command(
@@ -23,43 +17,42 @@ def predict_command(
     *,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Name what images show: the five likeliest classes of each.
+    """Classify images: the five likeliest classes of each.
 
     Args:
         model: A checkpoint, the folder of a training run, or an exported .onnx or .pte file.
         images: Image files.
         as_json: Print JSON.
     """
+    from deepsquare.cli._checkpoint import load_model, model_file
+    from deepsquare.export import load_exported
+    from deepsquare.export.exporter import compute_logits
+    from deepsquare.export.images import load_images
+    from deepsquare.export.runtimes import is_exported
+
     if not images:
         raise ValueError("no image is named; give one or more files")
-    if model.suffix.lower() in SUFFIXES.values():
-        program = load_exported(model)
-        shown = program.metadata.preprocessing
-        logits = program(load_images(images, shown, upright=True))
+    if is_exported(model):
+        exported = load_exported(model)
+        preprocessing = exported.metadata.preprocessing
+        logits = exported(load_images(images, preprocessing, upright=True))
     else:
-        network, shown = open_model(model_file(model))
-        logits = compute_logits(network.eval().float(), load_images(images, shown, upright=True))
-    if lost := [str(file) for file, own in zip(images, logits, strict=True) if own.isnan().any()]:
-        raise ValueError(f"{model} has no answer for {', '.join(lost)}: its logits are not numbers; train it further")
-    chances = logits.float().softmax(1)
-    names = shown.classes or tuple(f"class {number}" for number in range(chances.shape[1]))
-    if len(names) != chances.shape[1]:
-        raise ValueError(
-            f"{model} names {len(names)} classes and tells {chances.shape[1]} apart; save it again with both"
-        )
-    best = chances.topk(min(SHOWN, len(names)))
-    answers = [
-        [(names[place], round(chance, 6)) for chance, place in zip(values, places, strict=True)]
-        for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    ]
+        network, preprocessing = load_model(model_file(model))
+        logits = compute_logits(network.eval().float(), load_images(images, preprocessing, upright=True))
+    if failed := [str(file) for file, isnan in zip(images, logits.isnan().any(1), strict=True) if isnan]:
+        raise ValueError(f"{model} has no prediction for {', '.join(failed)}: its logits are NaN; train it further")
+    num_classes = logits.shape[1]
+    names = preprocessing.class_names or tuple(f"class {index}" for index in range(num_classes))
+    if len(names) != num_classes:
+        raise ValueError(f"{model} has {len(names)} class names and {num_classes} outputs; save it again with both")
+    top = logits.float().softmax(1).topk(min(TOP_K, num_classes))
+    results = []
+    for file, indices, values in zip(images, top.indices.tolist(), top.values.tolist(), strict=True):
+        pairs = zip(indices, values, strict=True)
+        predictions = [{"class": names[index], "probability": round(value, 6)} for index, value in pairs]
+        results.append({"image": str(file), "predictions": predictions})
+        if not as_json:
+            lines = [f"  {value:6.1%}  {names[index]}" for index, value in zip(indices, values, strict=True)]
+            print(file, *lines, sep="\n")
     if as_json:
-        told = [
-            {"image": str(file), "answers": [{"class": name, "chance": chance} for name, chance in own]}
-            for file, own in zip(images, answers, strict=True)
-        ]
-        print(json.dumps(told))
-        return
-    for file, own in zip(images, answers, strict=True):
-        print(file)
-        for name, chance in own:
-            print(f"  {chance:6.1%}  {name}")
+        print(json.dumps(results))

@@ -1,6 +1,7 @@
-"""From a checkpoint to a file that runs without PyTorch: folded, exported, quantised, with proof of parity."""
+"""From a checkpoint to a file that runs without PyTorch: folded, exported, quantized, its parity verified."""
 
+from deepsquare.export.base import RuntimeModel
 from deepsquare.export.exporter import Export, ExportError, export
-from deepsquare.export.runtime import RuntimeModel, load_exported
+from deepsquare.export.runtimes import load_exported
 
 __all__ = ["Export", "ExportError", "RuntimeModel", "export", "load_exported"]

@@ -1,4 +1,4 @@
-"""Image files as the input of a deployed model."""
+"""Image files as the input of an exported model."""
 
 from __future__ import annotations
 
@@ -13,47 +13,44 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from deepsquare.checkpoint import Preprocessing
 from deepsquare.data.pil import FORMATS, DecodeError, decode
 from deepsquare.data.source import is_image
-from deepsquare.data.transforms import EvalTransform, center_crop
+from deepsquare.data.transforms import center_crop
+from deepsquare.preprocessing import Preprocessing
 
-PARITY_IMAGES, CALIBRATION_IMAGES = 64, 512  # images that an export is proved on, and that int8 takes its ranges from
+PARITY_IMAGES, CALIBRATION_IMAGES = 64, 512  # numbers of images
 
 
 def load_images(files: Sequence[Path], preprocessing: Preprocessing, upright: bool = False) -> Tensor:
-    """(N, 3, S, S) float32: the centre of each image, normalised as the model was trained.
+    """(N, 3, S, S) float32: the center crop of each image, normalized.
 
-    ``upright`` follows the rotation that a camera has noted; training and evaluation do not.
+    ``upright`` applies the rotation in the EXIF data, as users expect; training and evaluation do not.
     """
-    shown = np.empty((len(files), preprocessing.size, preprocessing.size, 3), np.uint8)
-    crop_for = partial(center_crop, EvalTransform(preprocessing.size, preprocessing.resize))
-    for file, out in zip(files, shown, strict=True):
+    pixels = np.empty((len(files), preprocessing.size, preprocessing.size, 3), np.uint8)
+    for file, out in zip(files, pixels, strict=True):
         if not file.is_file():
             raise FileNotFoundError(f"{file} is a folder; give images" if file.is_dir() else f"no image {file}")
         try:
-            with warnings.catch_warnings():  # of many pixels, which are an error
+            with warnings.catch_warnings():  # decode refuses images of too many pixels itself
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                decode(file.read_bytes(), crop_for, out, upright)
+                decode(file.read_bytes(), partial(center_crop, preprocessing), out, upright)
         except DecodeError as error:
             kinds = ", ".join(FORMATS)
-            raise ValueError(f"{file} cannot be read as a image ({error}); expected one of {kinds}") from error
-    mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (preprocessing.mean, preprocessing.std))
-    return (torch.from_numpy(shown).permute(0, 3, 1, 2).float().div_(255) - mean).div_(std).contiguous()
+            raise ValueError(f"{file} cannot be read as an image ({error}); expected one of {kinds}") from error
+    return preprocessing.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2)).contiguous()
 
 
 def sample_files(folder: Path, count: int) -> list[Path]:
-    """Images from a folder at any depth, evenly spread over their names."""
+    """Up to ``count`` images from a folder at any depth, evenly spread over the sorted paths."""
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is no folder; expected one with images in it")
-    found = sorted(Path(at) / name for at, _, names in os.walk(folder) for name in names if is_image(name))
-    if not found:
+    files = sorted(Path(parent) / name for parent, _, names in os.walk(folder) for name in names if is_image(name))
+    if not files:
         raise ValueError(f"{folder} has no images in it, at any depth")
-    return [found[place * len(found) // count] for place in range(count)] if len(found) > count else found
+    return [files[index * len(files) // count] for index in range(count)] if len(files) > count else files
 
 
 def split_calibration(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Images to calibrate with, and every ninth to compare on; a single one does both."""
-    places = torch.arange(len(images))
-    compared = places % (1 + CALIBRATION_IMAGES // PARITY_IMAGES) == 0
-    return images[~compared] if len(images) > 1 else images, images[compared]
+    """Images for calibration, and every ninth for the parity check; a single image is used for both."""
+    for_parity = torch.arange(len(images)) % (1 + CALIBRATION_IMAGES // PARITY_IMAGES) == 0
+    return images[~for_parity] if len(images) > 1 else images, images[for_parity]

@@ -1,33 +1,29 @@
-"""Deployment: a file that says what the model says, in onnxruntime and in ExecuTorch, and describes itself."""
+"""Export: the same logits in onnxruntime and ExecuTorch as in PyTorch, and metadata in the file."""
 
 import errno
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from helpers.colored import make_images
-from PIL import Image
+from helpers.exported import IMAGES, trained
 from torch import Tensor, nn
 
 import deepsquare as ds
-from deepsquare.checkpoint import Preprocessing
-from deepsquare.export import ExportError, export, load_exported
-from deepsquare.export.images import load_images, sample_files, split_calibration
+from deepsquare.export import export, load_exported
+from deepsquare.export.base import Runtime, quiet
+from deepsquare.export.executorch import ExecuTorch
 from deepsquare.export.lowering import Excitation
-from deepsquare.export.quantize import quantize_program
-from deepsquare.paper.deployment import int8, parity
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
-from deepsquare.results import Store
+from deepsquare.export.runtimes import RUNTIMES, runtime_for
+from deepsquare.preprocessing import Preprocessing
 
 pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
+EXPORTER = sys.modules["deepsquare.export.exporter"]
 COSTS: dict[str, dict[str, int]] = {  # operations in ShuffleNetV2's graph other than its layers and shuffles
     "": {"ReduceMean": 1},
     "pooling": {"ReduceMean": 2, "Mul": 1},
@@ -37,20 +33,10 @@ COSTS: dict[str, dict[str, int]] = {  # operations in ShuffleNetV2's graph other
     "pooling+excitation": {"ReduceMean": 18, "Mul": 33, "Add": 16, "Div": 16},
 }
 LAYERS = {"Conv", "Gemm", "MaxPool", "Relu", "Concat", "Reshape", "Split", "Transpose"}
-IMAGES = Preprocessing(("blue", "green", "red"), 64, 72)
-EXPORTING = sys.modules["deepsquare.export.exporter"]
 
 
-def trained(name: str, spec: str, size: int = 64) -> tuple[nn.Module, Tensor]:
-    """A model with statistics of its own input, as training leaves them."""
-    torch.manual_seed(0)
-    model = ds.create_model(name, spec, num_classes=3, input_shape=(3, size, size))
-    images = torch.randn(64, 3, size, size)
-    return recalibrate_batchnorm(model, images), images[:6]
-
-
-def near(said: Tensor, expected: Tensor) -> bool:
-    return float((said - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+def near(logits: Tensor, expected: Tensor) -> bool:
+    return float((logits - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 def operations(path: Path) -> Counter[str]:
@@ -60,39 +46,39 @@ def operations(path: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize("spec", COSTS)
-def test_onnx_says_what_the_model_says(spec: str, tmp_path: Path) -> None:
+def test_onnx_parity(spec: str, tmp_path: Path) -> None:
     model, images = trained("shufflenet_v2_x0_5", spec)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    made = export(model, tmp_path / "model.onnx", IMAGES, images=images)
-    assert made.max_rel_error <= 1e-4
-    assert (made.top1_agreement, made.num_images, made.undelegated_ops) == (1.0, 6, {})
-    assert made.size == (tmp_path / "model.onnx").stat().st_size
+    exported = export(model, tmp_path / "model.onnx", IMAGES, images=images)
+    assert exported.max_rel_error <= 1e-4
+    assert (exported.top1_agreement, exported.num_images, exported.undelegated_ops) == (1.0, 6, {})
+    assert exported.size == (tmp_path / "model.onnx").stat().st_size
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    program = load_exported(tmp_path / "model.onnx")
-    assert program.metadata.preprocessing == IMAGES
-    assert (program.metadata.name, program.metadata.spec) == ("torchvision/shufflenet_v2_x0_5", spec)
+    loaded = load_exported(tmp_path / "model.onnx")
+    assert loaded.metadata.preprocessing == IMAGES
+    assert (loaded.metadata.name, loaded.metadata.spec) == ("torchvision/shufflenet_v2_x0_5", spec)
     with torch.inference_mode():
-        assert near(program(images[:1]), model(images[:1]))  # any number at once
+        assert near(loaded(images[:1]), model(images[:1]))  # any number at once
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
     assert str(Path(ds.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
-    found = operations(tmp_path / "model.onnx")
-    assert {op: count for op, count in found.items() if op not in LAYERS} == COSTS[spec]
-    assert found["Reshape"] == 32 * (1 + ("excitation" in spec))  # around each shuffle, and around each excitation
+    counts = operations(tmp_path / "model.onnx")
+    assert {op: count for op, count in counts.items() if op not in LAYERS} == COSTS[spec]
+    assert counts["Reshape"] == 32 * (1 + ("excitation" in spec))  # around each shuffle, and around each excitation
 
 
 @pytest.mark.parametrize(("name", "spec"), [("shufflenet_v2_x0_5", "pooling+excitation"), ("resnet18", "encoding")])
-def test_executorch_says_what_the_model_says(name: str, spec: str, tmp_path: Path) -> None:
+def test_executorch_parity(name: str, spec: str, tmp_path: Path) -> None:
     pytest.importorskip("executorch", reason="needs deepsquare[export]")
     model, images = trained(name, spec)
-    made = export(model, tmp_path / "model.pte", IMAGES, images=images)
-    assert made.max_rel_error <= 1e-4
-    assert made.top1_agreement == 1.0
-    assert made.undelegated_ops == {}
-    assert made.undelegated_muls == 0
-    program = load_exported(tmp_path / "model.pte")
-    assert program.metadata.preprocessing == IMAGES
+    exported = export(model, tmp_path / "model.pte", IMAGES, images=images)
+    assert exported.max_rel_error <= 1e-4
+    assert exported.top1_agreement == 1.0
+    assert exported.undelegated_ops == {}
+    assert exported.undelegated_muls == 0
+    loaded = load_exported(tmp_path / "model.pte")
+    assert loaded.metadata.preprocessing == IMAGES
     with torch.inference_mode():
-        assert near(program(images), model(images))
+        assert near(loaded(images), model(images))
 
 
 def test_any_size(tmp_path: Path) -> None:
@@ -101,39 +87,39 @@ def test_any_size(tmp_path: Path) -> None:
     larger = torch.randn(2, 3, 96, 128)
     with torch.inference_mode():
         assert near(load_exported(tmp_path / "model.onnx")(larger), model(larger))
-    with pytest.raises(ValueError, match="any size is for ONNX"):
+    with pytest.raises(ValueError, match=r"a file for ExecuTorch has one input size; .*or use onnx"):
         export(model, tmp_path / "model.pte", IMAGES, any_size=True)
 
 
 @pytest.mark.parametrize(("runtime", "spec"), [("onnx", ""), ("onnx", "encoding"), ("executorch", "pooling")])
 def test_int8(runtime: str, spec: str, tmp_path: Path) -> None:
     model, images = trained("shufflenet_v2_x0_5", spec)
-    place = tmp_path / ("model.onnx" if runtime == "onnx" else "model.pte")
-    made = export(model, place, IMAGES, images=images, calibration=torch.randn(40, 3, 64, 64))
-    assert (made.precision, load_exported(place).metadata.precision) == ("int8", "int8")
-    if spec != "encoding":  # an untrained network with 16 squares in a row knows no int8; a trained one is measured
-        assert 1e-4 < made.max_rel_error < 0.5
+    path = tmp_path / f"model{RUNTIMES[runtime].suffix}"
+    exported = export(model, path, IMAGES, images=images, calibration=torch.randn(40, 3, 64, 64))
+    assert (exported.precision, load_exported(path).metadata.precision) == ("int8", "int8")
+    if spec != "encoding":  # 16 consecutive squares on random weights lose all accuracy in int8
+        assert 1e-4 < exported.max_rel_error < 0.5
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert made.size < (0.6 if runtime == "onnx" else 0.5) * whole
-    assert made.undelegated_muls == 0
+    assert exported.size < (0.6 if runtime == "onnx" else 0.5) * whole
+    assert exported.undelegated_muls == 0
     if runtime == "onnx":
-        found = operations(place)
+        counts = operations(path)
         floats = 16 if spec == "encoding" else 0  # convolutions that read a square
-        assert found["QuantizeLinear"] >= 56 - floats
-        assert found["Mul"] == floats
+        assert counts["QuantizeLinear"] >= 56 - floats
+        assert counts["Mul"] == floats
 
 
-def test_a_image_on_which_the_network_explodes_sets_no_range(caplog: pytest.LogCaptureFixture) -> None:
+def test_images_on_which_the_network_explodes_set_no_range(caplog: pytest.LogCaptureFixture) -> None:
     logits = torch.rand(20, 3) + 1
     images = torch.arange(20.0)
-    assert torch.equal(EXPORTING._usual(images, logits), images)
+    assert torch.equal(EXPORTER._without_outliers(images, logits), images)
     assert not caplog.text
     logits[7] = 1e6
-    assert EXPORTING._usual(images, logits).tolist() == [place for place in range(20) if place != 7]
+    assert EXPORTER._without_outliers(images, logits).tolist() == [index for index in range(20) if index != 7]
     assert "leave out 1 images on which the network explodes" in caplog.text
 
 
-def test_in_xnnpack_layers_are_integers_and_what_squares_make_is_not() -> None:
+def test_xnnpack_runs_layers_in_int8_and_squares_in_float32() -> None:
     pytest.importorskip("executorch", reason="needs deepsquare[export]")
 
     class Small(nn.Module):
@@ -148,11 +134,11 @@ def test_in_xnnpack_layers_are_integers_and_what_squares_make_is_not() -> None:
             return self.last(x.mean((2, 3)))  # type: ignore[no-any-return]
 
     images = torch.randn(4, 3, 16, 16)
-    with EXPORTING._silent():
-        quantised = quantize_program(Small().eval(), images, images[:1])
+    with quiet():
+        quantized = ExecuTorch().quantize(Small().eval(), images)
     reads = [
         (node.target.__name__.partition(".")[0], "dequantize" in str(node.args[0]))
-        for node in quantised.graph.nodes  # type: ignore[union-attr]
+        for node in quantized.graph.nodes  # type: ignore[union-attr]
         if node.op == "call_function" and isinstance(node.args[0], torch.fx.Node)
     ]
     layers = [read for name, read in reads if name in ("conv2d", "linear")]
@@ -162,21 +148,21 @@ def test_in_xnnpack_layers_are_integers_and_what_squares_make_is_not() -> None:
 
 
 @pytest.mark.parametrize("spec", ["se", "ge_theta", "gsop", "isqrt_cov"])
-def test_peers_in_onnx(spec: str, tmp_path: Path) -> None:
+def test_baselines_in_onnx(spec: str, tmp_path: Path) -> None:
     model, images = trained("resnet18", spec)
-    made = export(model, tmp_path / "model.onnx", Preprocessing((), 64, 64), images=images)
-    assert made.max_rel_error < 1e-4
+    exported = export(model, tmp_path / "model.onnx", Preprocessing((), 64, 64), images=images)
+    assert exported.max_rel_error < 1e-4
 
 
-def test_what_does_not_fit_is_told_before_the_work(tmp_path: Path) -> None:
+def test_wrong_arguments_fail_early(tmp_path: Path) -> None:
     model, images = trained("shufflenet_v2_x0_5", "")
     path = tmp_path / "model.onnx"
     for wrong in (images.double(), images[:0], images[:, :1], images[..., :32]):
-        with pytest.raises(ValueError, match=r"images is .*; expected \(N, 3, 64, 64\) float32, as images says"):
+        with pytest.raises(ValueError, match=r"images is .*; expected \(N, 3, 64, 64\) float32, as preprocessing says"):
             export(model, path, IMAGES, images=wrong)
     with pytest.raises(ValueError, match=r"calibration is \(2, 3, 32, 32\) float32"):
         export(model, path, IMAGES, images=images, calibration=torch.randn(2, 3, 32, 32))
-    with pytest.raises(ValueError, match="images names 2 classes; expected 3"):
+    with pytest.raises(ValueError, match="preprocessing has 2 class names; expected 3"):
         export(model, path, Preprocessing(("cat", "dog"), 64, 72), images=images)
     with pytest.raises(ValueError, match=r"expected a classifier"):
         export(nn.Conv2d(3, 3, 3), path, IMAGES, images=images)
@@ -186,23 +172,23 @@ def test_what_does_not_fit_is_told_before_the_work(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["folder.onnx"]
 
 
-def test_a_model_that_always_says_the_same_proves_little(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Deaf(nn.Module):
+def test_constant_logits_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Constant(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return 0 * x.mean((2, 3))
 
-    left = tmp_path / f".model.onnx.{'0' * 32}.onnx"  # by a killed export
-    left.touch()
-    made = export(Deaf(), tmp_path / "model.onnx", IMAGES)
-    assert made.max_rel_error == 0
-    assert "says the same of every image" in caplog.text
-    assert not left.exists()
+    stale = tmp_path / f".model.onnx.{'0' * 32}"  # of a killed export
+    stale.touch()
+    exported = export(Constant(), tmp_path / "model.onnx", IMAGES)
+    assert exported.max_rel_error == 0
+    assert "gives all images the same logits" in caplog.text
+    assert not stale.exists()
 
 
-def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = trained("shufflenet_v2_x0_5", "")
-    for name in ("TOLERANCE", "ROUNDINGS"):
-        monkeypatch.setattr(EXPORTING, name, 0)
+    for name in ("TOLERANCE", "FP32_FACTOR"):
+        monkeypatch.setattr(EXPORTER, name, 0)
     with pytest.raises(ValueError, match=r"differs by .* of the largest logit.* Nothing was written"):
         export(model, tmp_path / "model.onnx", IMAGES, images=images)
     assert not list(tmp_path.iterdir())
@@ -213,15 +199,13 @@ def test_a_model_that_amplifies_rounding_is_written(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.mean((2, 3)) + 1e4 - 1e4
 
-    made = export(Cancels(), tmp_path / "model.onnx", IMAGES)
-    assert 1e-4 < made.max_rel_error <= 4 * made.fp32_error
+    exported = export(Cancels(), tmp_path / "model.onnx", IMAGES)
+    assert 1e-4 < exported.max_rel_error <= 4 * exported.fp32_error
 
 
 def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import onnx
-
-    monkeypatch.setattr(onnx, "save", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     (tmp_path / "model.onnx").write_text("old")
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(OSError, match=r"cannot write .*model.onnx \(No space left on device\); make room"):
         export(model, tmp_path / "model.onnx", IMAGES)
@@ -230,7 +214,7 @@ def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path, monkeypatch
 
 def test_mistakes_in_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = trained("shufflenet_v2_x0_5", "")
-    with pytest.raises(ValueError, match=r"model.txt; expected the ending .onnx for onnx or .pte for executorch"):
+    with pytest.raises(ValueError, match=r"model.txt; expected the suffix .onnx for onnx or .pte for executorch"):
         export(model, tmp_path / "model.txt", IMAGES)
     with pytest.raises(ValueError, match="own logits are not finite"):
         export(model, tmp_path / "model.onnx", IMAGES, images=images * torch.inf)
@@ -240,51 +224,28 @@ def test_mistakes_in_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.iterdir())
 
 
-def test_an_onnx_file_of_another_make_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_valid_metadata_is_refused(tmp_path: Path) -> None:
     import onnx
 
     model, images = trained("shufflenet_v2_x0_5", "")
-    export(model, place := tmp_path / "model.onnx", IMAGES, images=images)
-    foreign = onnx.load(place)
+    export(model, path := tmp_path / "model.onnx", IMAGES, images=images)
+    foreign = onnx.load(path)
     del foreign.metadata_props[:]
-    onnx.save(foreign, place)
-    with pytest.raises(ValueError, match="does not say how images become its input"):
-        load_exported(place)
+    onnx.save(foreign, path)
+    with pytest.raises(ValueError, match="has no metadata of deepsquare; expected a file that deepsquare export wrote"):
+        load_exported(path)
     entry = foreign.metadata_props.add()
     entry.key, entry.value = "deepsquare", json.dumps({"name": None, "spec": "", "precision": "float32"})
-    onnx.save(foreign, place)
-    with pytest.raises(ValueError, match="says of itself is damaged"):
-        load_exported(place)
-
-
-def test_images_are_shown_as_in_the_evaluation(tmp_path: Path) -> None:
-    from deepsquare.data import EvalTransform, batches, open_source
-    from deepsquare.training.image_folder import Normalize
-
-    data = make_images(tmp_path / "data", train=1, val=2, side=80)
-    source = open_source(data, "val")
-    (batch,) = batches(source, [range(6)], EvalTransform(64, 72), pipeline="torchvision")
-    files = [Path(source.name(index)) for index in range(6)]
-    assert sample_files(data / "val", 99) == files
-    assert sample_files(data / "val", 3) == files[::2]
-    torch.testing.assert_close(load_images(files, IMAGES), Normalize(torch.device("cpu"))(batch.images))
-
-
-def test_cameras_and_scanners(tmp_path: Path) -> None:
-    across = Image.linear_gradient("L").rotate(90).convert("RGB")  # dark to the left
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned clockwise to be upright
-    across.rotate(90).save(tmp_path / "turned.png", exif=exif)
-    across.save(tmp_path / "plain.png")
-    Image.fromarray(np.asarray(across.convert("L")).astype(np.uint16) << 8).save(tmp_path / "deep.png")
-    names = ("plain.png", "turned.png", "deep.png")
-    plain, turned, deep = load_images([tmp_path / name for name in names], Preprocessing((), 64, 64), upright=True)
-    assert torch.equal(turned, plain)
-    assert torch.equal(deep, plain)
-    (as_stored,) = load_images([tmp_path / "turned.png"], Preprocessing((), 64, 64))
-    assert not torch.equal(as_stored, plain)
-    with pytest.raises(FileNotFoundError, match="is a folder; give images"):
-        load_images([tmp_path], IMAGES)
+    onnx.save(foreign, path)
+    with pytest.raises(ValueError, match=r"metadata of .*model.onnx is damaged \(.*`preprocessing`.*export it again"):
+        load_exported(path)
+    old = {"classes": ["a", "b", "c"], "size": 64, "resize": 72, "mean": [0.4, 0.4, 0.4], "std": [0.2, 0.3, 0.2]}
+    entry.value = json.dumps({"name": None, "spec": "", "precision": "float32", "pictures": old})  # the old names
+    onnx.save(foreign, path)
+    loaded = load_exported(path)
+    assert loaded.metadata.preprocessing == Preprocessing(("a", "b", "c"), 64, 72, (0.4, 0.4, 0.4), (0.2, 0.3, 0.2))
+    with torch.inference_mode():
+        assert near(loaded(images), model(images))
 
 
 def test_a_model_for_other_images_is_refused(tmp_path: Path) -> None:
@@ -292,141 +253,23 @@ def test_a_model_for_other_images_is_refused(tmp_path: Path) -> None:
         export(nn.Conv2d(1, 3, 3), tmp_path / "model.onnx", IMAGES)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"classes": (1, 2)}, r"classes is \(1, 2\); expected a tuple of names"),
-        ({"size": 288}, "size is 288 and resize 256; expected a centre within the shorter side"),
-        ({"mean": (0.5, 0.5)}, r"mean is \(0.5, 0.5\); expected three numbers"),
-        ({"std": (0.0, 1.0, 1.0)}, "expected numbers above 0"),
-    ],
-)
-def test_what_images_cannot_be_is_told_at_once(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Preprocessing(**{"classes": (), **wrong})
+def test_a_runtime_knows_its_files() -> None:
+    assert [runtime_for(Path(f"model{runtime.suffix}")) for runtime in RUNTIMES.values()] == [*RUNTIMES.values()]
+    assert [*RUNTIMES] == [runtime.name for runtime in RUNTIMES.values()]
+    assert all(isinstance(runtime, Runtime) and runtime.label and runtime.modules for runtime in RUNTIMES.values())
 
 
-def test_ranges_and_proof_are_of_different_images() -> None:
-    images = torch.arange(20.0)
-    calibration, compared = split_calibration(images)
-    assert compared.tolist() == [0, 9, 18]
-    assert sorted([*calibration.tolist(), *compared.tolist()]) == images.tolist()
-    assert [part.tolist() for part in split_calibration(images[:1])] == [[0], [0]]
+def test_the_registry_imports_no_runtime() -> None:
+    code = """
+import sys, deepsquare.export, deepsquare.cli.export
+print([name for name in ("onnx", "onnxscript", "onnxruntime", "executorch", "torchao") if name in sys.modules])
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert output.stdout.strip() == "[]"
 
 
-# ---- the commands ----
-
-
-@pytest.mark.filterwarnings("default:.*does not say how images become its input")
-def test_export_and_predict(tmp_path: Path, deepsquare: Callable[..., tuple[int, str]]) -> None:
-    data = make_images(tmp_path / "data", train=1, val=2, side=80)
-    model, _ = trained("shufflenet_v2_x0_5", "pooling+softmin")
-    ds.checkpoint.save(model, tmp_path / "run.safetensors", IMAGES)
-    code, said = deepsquare("export", tmp_path / "run.safetensors", "--to", "onnx", "--images", data)
-    assert code == 0, said
-    assert "On 9 images it differs from the model by" in said
-    image = data / "val" / "red" / "0.jpg"
-    answers = []
-    for name in ("run.safetensors", "run.onnx"):
-        code, said = deepsquare("predict", tmp_path / name, image, "--json")
-        assert code == 0, said
-        (one,) = json.loads(said)
-        assert one["image"] == str(image)
-        found = {answer["class"]: answer["chance"] for answer in one["answers"]}
-        assert found.keys() == {"blue", "green", "red"}
-        assert list(found.values()) == sorted(found.values(), reverse=True)
-        answers.append(found)
-    assert answers[0] == pytest.approx(answers[1], abs=1e-4)
-    code, said = deepsquare("predict", tmp_path / "run.onnx", image)
-    assert code == 0
-    assert said.splitlines()[0] == str(image)
-
-    (broken := tmp_path / "broken.jpg").write_text("no image")
-    for model_name, file, message in (
-        ("run.onnx", broken, "; expected one of JPEG, PNG"),
-        ("run.onnx", tmp_path / "none.jpg", "no image "),
-        ("none.onnx", image, "no file "),
-        ("broken.jpg", image, "is no complete safetensors file"),
-    ):
-        code, said = deepsquare("predict", tmp_path / model_name, file)
-        assert code == 2
-        assert message in said
-    ds.save(model, tmp_path / "bare.safetensors")
-    code, said = deepsquare("predict", tmp_path / "bare.safetensors", image)
-    assert code == 0
-    assert "does not say how images become its input" in said
-    assert "taken as the centre, 64 × 64" in said
-    ds.checkpoint.save(model.half(), tmp_path / "odd.safetensors", IMAGES)
-    code, said = deepsquare("predict", tmp_path / "odd.safetensors", image)
-    assert code == 0, said
-    next(model.parameters()).data.fill_(torch.nan)
-    ds.checkpoint.save(model, tmp_path / "odd.safetensors", IMAGES)
-    code, said = deepsquare("predict", tmp_path / "odd.safetensors", image)
-    assert code == 2
-    assert f"has no answer for {image}: its logits are not numbers" in said
-    code, said = deepsquare("eval", tmp_path / "run.onnx", "--data", data)
-    assert code == 2
-    assert "run.onnx is an exported file; give the checkpoint" in said
-    (tmp_path / "random.pte").write_bytes(bytes(range(256)))
-    code, said = deepsquare("predict", tmp_path / "random.pte", image)
-    assert code == 2
-    assert "random.pte is no ExecuTorch program" in said
-    broken.rename(tmp_path / "broken.onnx")
-    code, said = deepsquare("predict", tmp_path / "broken.onnx", image)
-    assert code == 2
-    assert "is no ONNX file that onnxruntime can run" in said
-
-
-# ---- the experiment ----
-
-
-def test_parity_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"MODELS": ("shufflenet_v2_x0_5",), "SPECS": ("pooling",), "PEERS": (), "SIDE": 64}.items():
-        monkeypatch.setattr(parity, name, value)
-    monkeypatch.setattr(parity, "ENDINGS", {"onnx": ".onnx"})
-    parity.run_parity(results=tmp_path)
-    assert capsys.readouterr().out.startswith("shufflenet_v2_x0_5+pooling, onnx: differs by")
-    (row,) = Store(tmp_path / "deploy.jsonl").rows()
-    assert row.metrics["max_rel_error"] < 1e-4
-    parity.run_parity(results=tmp_path)
-    assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="rows are models here; alexnet is none of shufflenet_v2_x0_5"):
-        parity.run_parity(rows=["alexnet"], results=tmp_path)
-    monkeypatch.setattr(parity, "export", Mock(side_effect=ExportError("it cannot be")))
-    monkeypatch.setattr(parity, "SPECS", ("softmin",))
-    parity.run_parity(results=tmp_path)
-    assert "shufflenet_v2_x0_5+softmin, onnx: it cannot be" in capsys.readouterr().out
-
-
-def test_int8_of_the_proxies_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(int8, "ENDINGS", {"onnx": ".onnx"})
-    data = make_images(tmp_path / "data", train=8, val=4, side=40)
-    with pytest.raises(FileNotFoundError, match=r"holds no network; first deepsquare reproduce proxy"):
-        int8.run_int8(data, results=tmp_path)
-    torch.manual_seed(0)
-    model = recalibrate_batchnorm(ds.create_model("vanilla_cnn", "pooling", num_classes=3), torch.randn(8, 3, 32, 32))
-    shown = Preprocessing(IMAGES.classes, 32, 36)
-    ds.checkpoint.save(model, tmp_path / ".runs" / "vanilla_cnn+pooling-seed4.safetensors", shown)
-    with pytest.raises(FileNotFoundError, match="holds no network of vanilla_cnn; "):
-        int8.run_int8(data, rows=["vanilla_cnn"], results=tmp_path)
-    int8.run_int8(data, results=tmp_path)
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    plain, quantised = Store(tmp_path / "deploy.jsonl").rows()
-    assert (plain.row, plain.seed, plain.recipe["precision"]) == ("vanilla_cnn+pooling", 4, "float32")
-    assert (quantised.recipe["precision"], quantised.recipe["calibration"]) == ("int8", 24)
-    files = [(label, file) for label, name in enumerate(shown.classes) for file in (data / "val" / name).iterdir()]
+def test_a_single_image_leaves_the_batch_size_dynamic(tmp_path: Path) -> None:
+    model, images = trained("shufflenet_v2_x0_5", "")
+    export(model, tmp_path / "model.onnx", IMAGES, images=images[:1])
     with torch.inference_mode():
-        said = model(load_images([file for _, file in files], shown)).argmax(1)
-    assert plain.metrics["accuracy"] == pytest.approx(sum(a == b for a, (b, _) in zip(said, files, strict=True)) / 12)
-    assert quantised.metrics["bytes"] < plain.metrics["bytes"]
-    assert quantised.metrics["max_rel_error"] > plain.metrics["max_rel_error"]
-    next(model.parameters()).data.fill_(torch.nan)
-    ds.checkpoint.save(model, tmp_path / ".runs" / "diverged-seed0.safetensors", shown)
-    int8.run_int8(data, results=tmp_path)
-    said = capsys.readouterr().out
-    assert said.count("diverged, seed 0, onnx") == said.count("left out: the model's own logits are not finite") == 2
-    assert len(Store(tmp_path / "deploy.jsonl").rows()) == 2
+        assert near(load_exported(tmp_path / "model.onnx")(images), model(images))

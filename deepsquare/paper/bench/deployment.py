@@ -1,9 +1,9 @@
-"""What a technique costs where it is deployed: latency, file and memory in onnxruntime and ExecuTorch.
+"""The cost of a technique in each export runtime: latency, file size and memory, one image at a time.
 
-One image at a time. The networks of a backbone take turns go by go, in an order that is drawn anew each round, in a
-process of its own that has no other work; a ratio is taken within a round, so that a slow moment of the machine meets
-both. The plain network is there twice, as copies of one program differ by where they lie in memory: the others are
-compared with the mean of both, and how far these are from it is the error of the measurement.
+A fresh process runs all candidates of a backbone in each round, in random order. Ratios are taken within a round, so
+that noise of the machine affects both sides. The base network is measured twice, as two copies of one program differ
+by their place in memory: candidates are compared with the mean of both, and the copies' own ratios show the error of
+the measurement.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from deepsquare._files import ensure_writable
-from deepsquare.checkpoint import Preprocessing
 from deepsquare.cost import cost_of
 from deepsquare.export import Export, export, load_exported
-from deepsquare.export.runtime import SUFFIXES, Runtime, require, runtime_of, share_threads
+from deepsquare.export.base import Runtime, require
+from deepsquare.export.runtimes import RUNTIMES, runtime_for
 from deepsquare.paper.deployment.parity import random_init_model
 from deepsquare.paper.statistics import Median, median, median_ratio
+from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store
 
 BACKBONES = ("shufflenet_v2_x1_0", "resnet18")
 SPECS = ("pooling", "softmin", "excitation", "encoding", "pooling+excitation", "se")
-PLAIN, AGAIN = "", "again"
+BASE, BASE_COPY = "", "again"  # keys of the base network in a row's metrics
 THREADS = (1, 2)
-SIDE, CALIBRATING = 224, 16
-WARM, ITERATIONS = 5, 5  # goes before the times count, and before the memory is read
+SIZE, NUM_IMAGES = 224, 16  # of the input, and for calibration
+WARMUP_ITERATIONS, MEMORY_ITERATIONS = 5, 5
 
 
 def run(
@@ -48,154 +49,144 @@ def run(
     rounds: int = 300,
     results: Path = Path("out/results"),
 ) -> None:
-    """Export, time and weigh each spec on each backbone; a row for each runtime and precision to ``bench.jsonl``."""
+    """Export and measure each spec on each backbone; one row per backbone, runtime and precision in ``bench.jsonl``."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
     ensure_writable(results)
-    for backbone in backbones:
-        for spec in specs:
-            cost_of(backbone, spec)  # a word that does not suit is told now
-    for module in ("onnx", "onnxscript", "onnxruntime", "executorch.runtime"):
-        require(module)
-    ways = list(product(backbones, SUFFIXES, ("float32", "int8")))
+    for backbone, spec in product(backbones, specs):
+        cost_of(backbone, spec)  # fail early on a spec that does not fit
+    for runtime in RUNTIMES.values():
+        runtime.require_modules()
+    cases = list(product(backbones, RUNTIMES.values(), ("float32", "int8")))
     store = Store(results / "bench.jsonl")
     with Progress(transient=True) as progress:
-        bar = progress.add_task("", total=len(ways) * (1 + len(specs) + len(THREADS)))
-        for backbone, runtime, precision in ways:
-            start = time.perf_counter()
+        task = progress.add_task("", total=len(cases) * (1 + len(specs) + len(THREADS)))
+        for backbone, runtime, precision in cases:
+            start, title = time.perf_counter(), f"{backbone}, {runtime.name}, {precision}"
 
-            def told(what: str, way: str = f"{backbone}, {runtime}, {precision}") -> None:
-                progress.update(bar, advance=1, description=f"{way}: {what}")
+            def report(step: str, title: str = title) -> None:
+                progress.update(task, advance=1, description=f"{title}: {step}")
 
-            metrics = _measure(backbone, runtime, precision, specs, rounds, told)
-            described = {"rounds": rounds, "input": SIDE, "batch_size": 1}
-            name, seconds = f"deploy/{backbone}/{runtime}/{precision}", round(time.perf_counter() - start, 1)
-            store.append(Row("bench", name, int(time.time()), described, metrics, seconds))
-            progress.console.print(_table(f"{backbone}, {runtime}, {precision}", metrics, rounds))
+            metrics = _measure(backbone, runtime, precision, specs, rounds, report)
+            name, seconds = f"deploy/{backbone}/{runtime.name}/{precision}", round(time.perf_counter() - start, 1)
+            recipe = {"rounds": rounds, "input": SIZE, "batch_size": 1}
+            store.append(Row("bench", name, int(time.time()), recipe, metrics, seconds))
+            progress.console.print(_table(title, metrics, rounds))
 
 
 def _measure(
-    backbone: str, runtime: Runtime, precision: str, specs: Sequence[str], rounds: int, told: Callable[[str], None]
+    backbone: str, runtime: Runtime, precision: str, specs: Sequence[str], rounds: int, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    images = torch.randn(CALIBRATING, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    """By spec: file size, memory, undelegated operations, and latency for each number of threads."""
+    images = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     calibration = images if precision == "int8" else None
     with tempfile.TemporaryDirectory() as folder:
-        made: dict[str, Export] = {}
-        for spec in (PLAIN, *specs):
-            told(f"export of {spec or 'the plain network'}")
-            model, path = (
-                random_init_model(backbone, spec, images),
-                Path(folder) / f"{spec or 'plain'}{SUFFIXES[runtime]}",
-            )
-            made[spec] = export(model, path, Preprocessing((), SIDE), images=images[:2], calibration=calibration)
-        made[AGAIN] = made[PLAIN]
-        found: dict[str, Any] = {
+        candidates: dict[str, Export] = {}
+        for spec in (BASE, *specs):
+            report(f"export of {spec or 'the base network'}")
+            model, path = random_init_model(backbone, spec, images), Path(folder) / f"{spec or 'base'}{runtime.suffix}"
+            candidates[spec] = export(model, path, Preprocessing(size=SIZE), images=images[:2], calibration=calibration)
+        candidates[BASE_COPY] = candidates[BASE]
+        metrics: dict[str, Any] = {
             spec: {
-                "bytes": one.size,
-                "memory": _apart("weigh", [one.path], 1, ITERATIONS),
-                "undelegated_ops": one.undelegated_ops,
+                "bytes": exported.size,
+                "memory": _in_subprocess("memory", [exported.path], 1, MEMORY_ITERATIONS),
+                "undelegated_ops": exported.undelegated_ops,
             }
-            for spec, one in made.items()
+            for spec, exported in candidates.items()
         }
         for threads in THREADS:
-            told(f"time with {threads} thread{'s' if threads > 1 else ''}")
-            seconds = dict(zip(made, _apart("time", [one.path for one in made.values()], threads, rounds), strict=True))
-            base = [(one + other) / 2 for one, other in zip(seconds[PLAIN], seconds[AGAIN], strict=True)]
-            for spec, own in seconds.items():
-                found[spec][str(threads)] = _compared(own, base)
-    return found
+            report(f"latency with {threads} thread{'s' if threads > 1 else ''}")
+            paths = [exported.path for exported in candidates.values()]
+            seconds = dict(zip(candidates, _in_subprocess("latency", paths, threads, rounds), strict=True))
+            base = [sum(pair) / 2 for pair in zip(seconds[BASE], seconds[BASE_COPY], strict=True)]
+            for spec, values in seconds.items():
+                latency = {"seconds": _rounded(median(values)), "ratio": _rounded(median_ratio(values, base))}
+                metrics[spec][str(threads)] = latency
+    return metrics
 
 
-def _compared(own: Sequence[float], base: Sequence[float]) -> dict[str, list[float]]:
-    return {"seconds": _rounded(median(own)), "ratio": _rounded(median_ratio(own, base))}
-
-
-def _rounded(found: Median) -> list[float]:
-    return [float(f"{value:.5g}") for value in (found.value, found.low, found.high)]
+def _rounded(result: Median) -> list[float]:
+    return [float(f"{value:.5g}") for value in (result.value, result.low, result.high)]
 
 
 def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
-        title=f"{title}, one image at a time",
+        title=f"{title}, batch size 1",
         caption=f"median over {rounds} rounds, and {'its 95% interval' if rounds > 8 else 'the range'}",
     )
     table.add_column("spec")
-    for name in ("1 thread, ms", "more, %", "2 threads, ms", "more, %", "file, MB", "memory, MB"):
-        table.add_column(name, justify="right")
-    for spec, found in metrics.items():
-        cells = [{PLAIN: "plain", AGAIN: "plain, again"}.get(spec, spec)]
+    for heading in ("1 thread, ms", "added, %", "2 threads, ms", "added, %", "file, MB", "memory, MB"):
+        table.add_column(heading, justify="right")
+    for spec, measured in metrics.items():
+        cells = [{BASE: "base", BASE_COPY: "base, copy"}.get(spec, spec)]
         for threads in map(str, THREADS):
-            value, low, high = (100 * ratio - 100 for ratio in found[threads]["ratio"])
-            cells += [f"{1e3 * found[threads]['seconds'][0]:.2f}", f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"]
-        memory = found["memory"]
-        table.add_row(*cells, f"{found['bytes'] / 1e6:.2f}", f"{memory / 1e6:.1f}" if memory else "–")
+            value, low, high = (100 * ratio - 100 for ratio in measured[threads]["ratio"])
+            cells += [f"{1e3 * measured[threads]['seconds'][0]:.2f}", f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"]
+        memory = measured["memory"]
+        table.add_row(*cells, f"{measured['bytes'] / 1e6:.2f}", f"{memory / 1e6:.1f}" if memory else "–")
     return table
 
 
-# ---- in a process of its own ----
+# ---- in a subprocess ----
 
 
-def _apart(work: str, files: Sequence[Path], threads: int, iterations: int) -> Any:
-    """``time`` or ``weigh`` the programs in a fresh process."""
-    command = [
-        sys.executable,
-        "-m",
-        "deepsquare.paper.bench.deployment",
-        work,
-        str(threads),
-        str(iterations),
-        *map(str, files),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{work} of {', '.join(path.name for path in files)} failed:\n{done.stderr.strip()}")
-    return json.loads(done.stdout)
+def _in_subprocess(measurement: str, paths: Sequence[Path], threads: int, iterations: int) -> Any:
+    """``latency`` or ``memory`` of exported files, measured in a fresh process."""
+    arguments = [measurement, str(threads), str(iterations), *map(str, paths)]
+    command = [sys.executable, "-m", "deepsquare.paper.bench.deployment", *arguments]
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        names = ", ".join(path.name for path in paths)
+        raise OSError(f"measuring the {measurement} of {names} failed:\n{completed.stderr.strip()}")
+    return json.loads(completed.stdout)
 
 
-def _time(files: Sequence[Path], threads: int, rounds: int) -> list[list[float]]:
-    """Seconds of each go of each program."""
+def _latency(paths: Sequence[Path], rounds: int) -> list[list[float]]:
+    """Seconds of each round, for each file."""
     torch.set_num_threads(1)
-    images = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
-    share_threads(runtime_of(files[0]), threads)
-    programs = [load_exported(path) for path in files]
-    for _ in range(WARM):
-        for program in programs:
-            program(images)
-    seconds: list[list[float]] = [[] for _ in programs]
-    order, rng = list(range(len(programs))), random.Random(0)
+    models, image = [load_exported(path) for path in paths], _image()
+    for _ in range(WARMUP_ITERATIONS):
+        for model in models:
+            model(image)
+    seconds: list[list[float]] = [[] for _ in models]
+    order, rng = list(range(len(models))), random.Random(0)
     for _ in range(rounds):
         rng.shuffle(order)
-        for place in order:
+        for index in order:
             start = time.perf_counter()
-            programs[place](images)
-            seconds[place].append(time.perf_counter() - start)
+            models[index](image)
+            seconds[index].append(time.perf_counter() - start)
     return seconds
 
 
-def _weigh(files: Sequence[Path], threads: int, iterations: int) -> int | None:
-    """The most memory that a program adds to the process, in bytes; Linux says."""
-    (path,) = files
-    images = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
-    clear = Path("/proc/self/clear_refs")
-    if not clear.exists():
+def _memory(paths: Sequence[Path], iterations: int) -> int | None:
+    """Peak memory that loading and running a file adds to the process, in bytes; None where there is no /proc."""
+    (path,) = paths
+    image, clear_refs = _image(), Path("/proc/self/clear_refs")
+    if not clear_refs.exists():
         return None
-    share_threads(runtime_of(path), threads)
-    require("executorch.runtime" if path.suffix == ".pte" else "onnxruntime")
-    clear.write_text("5")  # the peak starts anew
-    before = _resident("VmRSS")
-    program = load_exported(path)
+    require(runtime_for(path).modules[0])
+    clear_refs.write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    model = load_exported(path)
     for _ in range(iterations):
-        program(images)
-    return _resident("VmHWM") - before
+        model(image)
+    return _status("VmHWM") - before
 
 
-def _resident(name: str) -> int:
+def _image() -> torch.Tensor:
+    return torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def _status(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return 1024 * int(line.split()[1])
 
 
 if __name__ == "__main__":
-    work, threads, iterations, *paths = sys.argv[1:]
-    done = {"time": _time, "weigh": _weigh}[work]([Path(path) for path in paths], int(threads), int(iterations))
-    print(json.dumps(done))
+    measurement, threads, iterations, *files = sys.argv[1:]
+    paths = [Path(file) for file in files]
+    runtime_for(paths[0]).set_num_threads(int(threads))
+    print(json.dumps({"latency": _latency, "memory": _memory}[measurement](paths, int(iterations))))

@@ -1,108 +1,108 @@
-"""Accuracy of the proxies' networks in their runtimes, float32 and int8: what eight bits cost, with a square or not.
+"""Accuracy of the proxies' networks in each export runtime, in float32 and int8, with and without squares.
 
-The networks are those that ``deepsquare reproduce proxy`` trained, on class folders. Ranges come from training
-images; the accuracy is of all validation images.
+The networks are those that ``deepsquare reproduce proxy`` trained, on class folders. The ranges of int8 come from
+training images; the accuracy is that on all validation images.
 """
 
 from __future__ import annotations
 
-import re
 import tempfile
 import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deepsquare.checkpoint import Preprocessing, load, read_preprocessing
+from deepsquare.checkpoint import load, read_header
 from deepsquare.data.folders import FolderSource
 from deepsquare.data.splits import open_source
 from deepsquare.export import export, load_exported
+from deepsquare.export.base import Runtime
 from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files
-from deepsquare.export.runtime import SUFFIXES
-from deepsquare.results import Row, Store, key
+from deepsquare.export.runtimes import RUNTIMES
+from deepsquare.preprocessing import Preprocessing
+from deepsquare.results import Row, Store, run_key
 
-BATCH_SIZE = 100  # images
-NAME = re.compile(r"([^.].*)-seed(\d+)")  # of a trained network's file
+BATCH_SIZE = 100
+
+
+class TrainedNetwork(NamedTuple):
+    """A network that the grid of proxies trained."""
+
+    file: Path
+    label: str
+    seed: int
+    preprocessing: Preprocessing
 
 
 def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
-    """Export every trained proxy four ways, evaluate each and add the rows to ``deploy.jsonl``."""
-    trained = sorted(file for file in (results / ".runs").glob("*.safetensors") if NAME.fullmatch(file.stem))
-    missing = set(rows) - {_name(file)[0] for file in trained}
-    if missing or not trained:
-        given = f" of {', '.join(sorted(missing))}" if missing else ""
-        raise FileNotFoundError(
-            f"{results / '.runs'} holds no network{given}; first deepsquare reproduce proxy, with a new folder as "
-            "--results where rows came from another machine"
-        )
+    """Export every trained proxy for each runtime and precision, evaluate it and add a row to ``deploy.jsonl``."""
+    networks = _trained_networks(results / ".runs", rows)
     store = Store(results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
     val = open_source(data, "val")
     if not isinstance(val, FolderSource):
         raise ValueError(f"{data} has shards; give one with class folders")
-    files, learnt = (
-        [Path(val.name(index)) for index in range(len(val))],
-        sample_files(data / "train", CALIBRATION_IMAGES),
-    )
-    for file in trained:
-        name, seed = _name(file)
-        if rows and name not in rows:
+    val_files = [Path(val.name(index)) for index in range(len(val))]
+    train_files = sample_files(data / "train", CALIBRATION_IMAGES)
+    for network, runtime, precision in product(networks, RUNTIMES.values(), ("float32", "int8")):
+        calibration_files = train_files if precision == "int8" else []
+        recipe = {
+            "runtime": runtime.name, "precision": precision, "calibration": len(calibration_files),
+            "images": len(val_files), "size": network.preprocessing.size,
+        }  # fmt: skip
+        if run_key("int8", network.label, network.seed, recipe) in done:
             continue
-        preprocessing = read_preprocessing(file)
-        if preprocessing is None:
-            print(f"{file.name} does not say what it was shown, and is left out")
+        start = time.perf_counter()
+        images, calibration = (load_images(files, network.preprocessing) for files in (val_files, calibration_files))
+        title = f"{network.label}, seed {network.seed}, {runtime.name}, {precision}"
+        try:
+            metrics = _measure(network, runtime, images, val.labels, calibration if len(calibration) else None)
+        except ValueError as error:  # for example, the network has diverged
+            print(f"{title}: left out: {error}", flush=True)
             continue
-        for runtime, precision in product(SUFFIXES, ("float32", "int8")):
-            described = {
-                "runtime": runtime, "precision": precision, "calibration": len(learnt) if precision == "int8" else 0,
-                "images": len(files), "size": preprocessing.size,
-            }  # fmt: skip
-            if key("int8", name, seed, described) in done:
-                continue
-            start = time.perf_counter()
-            shown, calibration = (load_images(some, preprocessing) for some in (files, learnt))
-            ranges = calibration if precision == "int8" else None
-            try:
-                metrics = _measure(load(file), preprocessing, SUFFIXES[runtime], shown, val.labels, ranges)
-            except ValueError as error:  # of a network that diverged, for one
-                print(f"{name}, seed {seed}, {runtime}, {precision}: left out: {error}", flush=True)
-                continue
-            seconds = round(time.perf_counter() - start, 1)
-            store.append(Row("int8", name, seed, described, metrics, seconds))
-            print(f"{name}, seed {seed}, {runtime}, {precision}: {metrics['accuracy']:.2%}", flush=True)
+        seconds = round(time.perf_counter() - start, 1)
+        store.append(Row("int8", network.label, network.seed, recipe, metrics, seconds))
+        print(f"{title}: {metrics['accuracy']:.2%}", flush=True)
 
 
-def _name(file: Path) -> tuple[str, int]:
-    found = NAME.fullmatch(file.stem)
-    assert found is not None
-    return found[1], int(found[2])
+def _trained_networks(folder: Path, rows: Sequence[str]) -> list[TrainedNetwork]:
+    """The networks in a folder whose header names their run, all or those of ``rows``."""
+    networks = []
+    for file in sorted(folder.glob("*.safetensors")):
+        header = read_header(file)
+        if header.run and header.preprocessing:
+            label = f"{header.run.row}-continued" if header.run.init_from else header.run.row
+            networks.append(TrainedNetwork(file, label, header.run.seed, header.preprocessing))
+    missing = set(rows) - {network.label for network in networks}
+    if missing or not networks:
+        which = f" of {', '.join(sorted(missing))}" if missing else ""
+        raise FileNotFoundError(
+            f"{folder} holds no network{which}; first run deepsquare reproduce proxy, with a new folder as --results "
+            "where rows came from another machine"
+        )
+    return [network for network in networks if not rows or network.label in rows]
 
 
 def _measure(
-    model: nn.Module,
-    preprocessing: Preprocessing,
-    ending: str,
-    shown: Tensor,
-    labels: Tensor,
-    calibration: Tensor | None,
+    network: TrainedNetwork, runtime: Runtime, images: Tensor, labels: Tensor, calibration: Tensor | None
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / f"model{ending}"
-        made = export(
-            model, place, preprocessing, images=shown[:: max(1, len(shown) // PARITY_IMAGES)], calibration=calibration
+        path, parity_images = Path(folder) / f"model{runtime.suffix}", images[:: max(1, len(images) // PARITY_IMAGES)]
+        exported = export(
+            load(network.file), path, network.preprocessing, images=parity_images, calibration=calibration
         )
-        program = load_exported(place)
-        said = torch.cat([program(part) for part in torch.split(shown, BATCH_SIZE)])
-    finite = said.isfinite().all(1)
+        model = load_exported(path)
+        logits = torch.cat([model(batch) for batch in torch.split(images, BATCH_SIZE)])
+    finite = logits.isfinite().all(1)
     return {
-        "accuracy": float(((said.argmax(1) == labels) & finite).float().mean()),
+        "accuracy": float(((logits.argmax(1) == labels) & finite).float().mean()),
         "overflows": int((~finite).sum()),
-        "max_rel_error": made.max_rel_error,
-        "top1_agreement": made.top1_agreement,
-        "bytes": made.size,
-        "undelegated_ops": made.undelegated_ops,
+        "max_rel_error": exported.max_rel_error,
+        "top1_agreement": exported.top1_agreement,
+        "bytes": exported.size,
+        "undelegated_ops": exported.undelegated_ops,
     }

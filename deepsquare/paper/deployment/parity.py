@@ -1,7 +1,7 @@
-"""Proof that exported networks say what their models say: every technique, in every runtime.
+"""Parity of exported networks with their models: every technique, in every runtime.
 
-The weights are drawn, not trained, with batch normalisation set to the statistics of the input; images are noise.
-Nothing here depends on what a network has learnt.
+The weights are random, with batch normalization set to the statistics of the input; images are noise. Parity does not
+depend on training.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import warnings
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deepsquare._files import ensure_writable
-from deepsquare.checkpoint import Preprocessing
 from deepsquare.export import ExportError, export
-from deepsquare.export.runtime import SUFFIXES, Runtime, require
+from deepsquare.export.base import Runtime
+from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.models import create_model
-from deepsquare.results import Row, Store, key
+from deepsquare.preprocessing import Preprocessing
+from deepsquare.results import Row, Store, run_key
 
 MODELS = (
     "resnet18", "resnet50", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0",
@@ -31,50 +33,56 @@ MODELS = (
 SPECS = ("", "pooling", "softmin", "excitation", "encoding", "pooling+excitation")
 BASELINE_SPECS = ("se", "ge_theta", "gsop", "isqrt_cov")
 BASELINES_MODEL = "resnet18"
-PARITY_IMAGES, SIDE = 8, 224
+PARITY_IMAGES, SIZE = 8, 224
 
 
 def run_parity(*, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
     """Export each model with each spec for each runtime, and add a row to ``deploy.jsonl`` for each."""
-    if wrong := set(rows) - {*MODELS}:
-        raise ValueError(f"rows are models here; {', '.join(sorted(wrong))} is none of {', '.join(MODELS)}")
-    for module in ("onnx", "onnxscript", "onnxruntime", "executorch.runtime"):
-        require(module)
+    if unknown := set(rows) - {*MODELS}:
+        raise ValueError(f"rows are models here; {', '.join(sorted(unknown))} is none of {', '.join(MODELS)}")
+    for runtime in RUNTIMES.values():
+        runtime.require_modules()
     ensure_writable(results)
     store = Store(results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
     cases = [*product(MODELS, SPECS), *product((BASELINES_MODEL,), BASELINE_SPECS)]
-    for (name, spec), runtime in product([case for case in cases if not rows or case[0] in rows], SUFFIXES):
-        described = {"runtime": runtime, "precision": "float32", "images": PARITY_IMAGES, "size": SIDE}
+    cases = [(model, spec) for model, spec in cases if not rows or model in rows]
+    for (name, spec), runtime in product(cases, RUNTIMES.values()):
+        recipe = {"runtime": runtime.name, "precision": "float32", "images": PARITY_IMAGES, "size": SIZE}
         label = f"{name}+{spec}" if spec else name
-        if key("parity", label, 0, described) in done:
+        if run_key("parity", label, 0, recipe) in done:
             continue
         start = time.perf_counter()
-        metrics = _metrics(name, spec, runtime)
-        store.append(Row("parity", label, 0, described, metrics, round(time.perf_counter() - start, 1)))
-        told = (
-            metrics["refused"]
-            or f"differs by {metrics['max_rel_error']:.1e}, agreement {metrics['top1_agreement']:.0%}"
+        metrics = _measure(name, spec, runtime)
+        store.append(Row("parity", label, 0, recipe, metrics, round(time.perf_counter() - start, 1)))
+        outcome = metrics["refused"] or (
+            f"relative error {metrics['max_rel_error']:.1e}, top-1 agreement {metrics['top1_agreement']:.0%}"
         )
-        print(f"{label}, {runtime}: {told}", flush=True)
+        print(f"{label}, {runtime.name}: {outcome}", flush=True)
 
 
-def _metrics(name: str, spec: str, runtime: Runtime) -> dict[str, object]:
-    images = torch.randn(PARITY_IMAGES, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+def _measure(name: str, spec: str, runtime: Runtime) -> dict[str, Any]:
+    images = torch.randn(PARITY_IMAGES, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     model = random_init_model(name, spec, images)
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"model{runtime.suffix}"
         try:
-            made = export(model, Path(folder) / f"model{SUFFIXES[runtime]}", Preprocessing((), SIDE), images=images)
+            exported = export(model, path, Preprocessing(size=SIZE), images=images)
         except ExportError as error:
             return {"refused": str(error)}
     return {
-        "refused": None, "max_rel_error": made.max_rel_error, "fp32_error": made.fp32_error, "top1_agreement": made.top1_agreement,
-        "bytes": made.size, "undelegated_ops": made.undelegated_ops, "undelegated_muls": made.undelegated_muls,
-    }  # fmt: skip
+        "refused": None,
+        "max_rel_error": exported.max_rel_error,
+        "fp32_error": exported.fp32_error,
+        "top1_agreement": exported.top1_agreement,
+        "bytes": exported.size,
+        "undelegated_ops": exported.undelegated_ops,
+        "undelegated_muls": exported.undelegated_muls,
+    }
 
 
 def random_init_model(name: str, spec: str, images: Tensor) -> nn.Module:
-    """A model for the test phase with weights as drawn, batch normalisation having the statistics of ``images``."""
+    """A model with random weights in eval mode, its batch normalization with the statistics of ``images``."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*γ = 0")
@@ -83,7 +91,7 @@ def random_init_model(name: str, spec: str, images: Tensor) -> nn.Module:
 
 
 def recalibrate_batchnorm(model: nn.Module, images: Tensor) -> nn.Module:
-    """``model`` for the test phase, its batch normalisation having the statistics of ``images``."""
+    """``model`` in eval mode, its batch normalization with the statistics of ``images``."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

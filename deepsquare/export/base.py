@@ -1,0 +1,157 @@
+"""What an export runtime is: one object that lowers, quantizes, writes and reads models for it.
+
+To add a runtime, implement :class:`Runtime` in a new file and add it to ``deepsquare.export.runtimes.RUNTIMES``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from deepsquare._compat import upgrade_metadata
+from deepsquare.preprocessing import Preprocessing
+
+METADATA_KEY = "deepsquare"  # of the metadata in an exported file
+EXTRA = "pip install 'deepsquare[export]'"
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What an exported file says about its model."""
+
+    name: str | None
+    spec: str
+    precision: str  # float32 or int8
+    preprocessing: Preprocessing
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str | None, path: Path) -> Metadata:
+        """From the JSON in an exported file; ``path`` is for messages."""
+        if text is None:
+            raise ValueError(f"{path} has no metadata of deepsquare; expected a file that deepsquare export wrote")
+        try:
+            return msgspec.convert(upgrade_metadata(msgspec.json.decode(text)), cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"the metadata of {path} is damaged ({error}); export it again") from error
+
+
+class RuntimeModel(ABC):
+    """An exported model in its runtime."""
+
+    metadata: Metadata
+    shape: tuple[int | str, ...]  # of the input; a string stands for any size
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) float32, preprocessed as the metadata says, to logits (N, K); N is any number."""
+        shape, expected = tuple(images.shape), self.shape[1:]
+        fits = len(shape) == 4 and all(
+            isinstance(side, str) or actual == side for actual, side in zip(shape[1:], expected, strict=True)
+        )
+        if images.dtype != torch.float32 or not fits or not len(images):
+            dtype = str(images.dtype).removeprefix("torch.")
+            raise ValueError(f"images is {shape} {dtype}; expected (N, {', '.join(map(str, expected))}) float32")
+        return self._run(images.detach().cpu().contiguous())
+
+    @abstractmethod
+    def _run(self, images: Tensor) -> Tensor: ...
+
+
+class Runtime(ABC):
+    """All that deepsquare knows about one export runtime."""
+
+    name: ClassVar[str]  # in commands and rows
+    label: ClassVar[str]  # for people
+    suffix: ClassVar[str]  # of its files
+    modules: ClassVar[tuple[str, ...]]  # the first one reads files, all of them write
+    dynamic_batch: ClassVar[bool] = False  # one file takes any number of images at once
+    dynamic_size: ClassVar[bool] = False  # one file can take images of any size
+    flatten_maps: ClassVar[bool] = False  # Square-Excitation is faster on maps of shape (N, C, H·W)
+    delegate: ClassVar[str | None] = None  # the backend that runs the operations, if some may remain undelegated
+    num_threads: int | None = None  # of the pool that all models share; None if each has a pool of its own
+
+    def require_modules(self) -> None:
+        """Fail early if a module of this runtime is missing."""
+        for module in self.modules:
+            require(module)
+
+    def lower(self, model: nn.Module, images: Tensor, any_size: bool) -> nn.Module:
+        """A folded copy of ``model`` made of operations that the runtime is fast at; ``images`` are run once."""
+        from deepsquare.export.lowering import lower_for_export
+
+        return lower_for_export(model, images, flatten_maps=self.flatten_maps and not any_size)
+
+    @abstractmethod
+    def convert(
+        self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
+    ) -> tuple[bytes, dict[str, int]]:
+        """The content of a file for a lowered model, and the operations that are not delegated, by name.
+
+        ``images`` is an example input; with ``calibration`` images the model is quantized to int8.
+        """
+
+    @abstractmethod
+    def quantize(self, model: Any, calibration: Tensor) -> Any:
+        """Post-training static quantization to int8, the ranges taken from ``calibration`` images.
+
+        A square doubles the dynamic range: of the values that eight bits hold, those below a sixteenth of the largest
+        vanish when the square is rounded to eight bits again. So squares, the means over them and the division of
+        Square-Excitation are computed in float32 from dequantized values, and so are the convolutions that read a
+        square (Square-Encoding). The other convolutions and the fully connected layers run in int8, weights with a
+        scale for each output channel. Maps are concatenated in float32: one range for an excited map and the other
+        map beside it would leave few steps to the smaller one.
+        """
+
+    @abstractmethod
+    def load(self, path: Path) -> RuntimeModel:
+        """Read a file that :func:`deepsquare.export.export` wrote."""
+
+    @abstractmethod
+    def set_num_threads(self, num_threads: int) -> None:
+        """Run all models in one pool of threads; call it once in a process, before the first model is loaded."""
+
+
+def require(module: str) -> Any:
+    """Import a module of the extra ``export``."""
+    try:
+        with quiet():
+            return importlib.import_module(module)
+    except ImportError as error:
+        missing = (error.name or module).partition(".")[0]
+        raise ValueError(f"this needs {missing}, which is not installed: {EXTRA}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what runtimes print, warn and log, also from C++ on the error stream, and restore the logging handlers."""
+    disabled, handlers = logging.root.manager.disable, logging.root.handlers[:]
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        logging.root.handlers[:] = handlers
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)

@@ -1,0 +1,144 @@
+"""ExecuTorch programs (.pte) for phones and boards, delegated to XNNPACK."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from deepsquare.export.base import METADATA_KEY, Metadata, Runtime, RuntimeModel, quiet, require
+
+
+class ExecuTorchModel(RuntimeModel):
+    """A .pte file in ExecuTorch's runtime; its batch size is fixed in the file."""
+
+    def __init__(self, path: Path) -> None:
+        runtime = require("executorch.runtime")
+        with path.open("rb") as file:
+            if file.read(6)[4:] != b"ET":  # ExecuTorch may abort the process on other bytes
+                raise ValueError(f"{path} is no ExecuTorch program; give a file that deepsquare export wrote")
+        try:
+            with quiet():
+                self._program = runtime.Runtime.get().load_program(path)
+                methods = self._program.method_names
+                self._forward = self._program.load_method("forward")
+        except RuntimeError as error:
+            raise ValueError(f"{path} is no complete ExecuTorch program ({error}); export it again") from error
+        text = self._program.load_method(METADATA_KEY).execute([])[0] if METADATA_KEY in methods else None
+        self.metadata = Metadata.loads(text, path)
+        self.shape = tuple(self._forward.metadata.input_tensor_meta(0).sizes())
+        self.batch_size = int(self.shape[0])
+
+    def _run(self, images: Tensor) -> Tensor:
+        """In batches of the file's size; the last one is padded."""
+        logits = []
+        for batch in torch.split(images, self.batch_size):
+            padded = torch.cat((batch, batch[:1].expand(self.batch_size - len(batch), *batch.shape[1:])))
+            logits.append(self._forward.execute([padded])[0][: len(batch)].clone())
+        return torch.cat(logits)
+
+
+class ExecuTorch(Runtime):
+    """Writes .pte files and runs them in ExecuTorch's Python runtime."""
+
+    name, label, suffix = "executorch", "ExecuTorch", ".pte"
+    modules = ("executorch.runtime",)
+    delegate = "XNNPACK"
+
+    def convert(
+        self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
+    ) -> tuple[bytes, dict[str, int]]:
+        """The content of a .pte file; its memory is planned for one batch size and one image size."""
+        partitioner = require("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+        exir = require("executorch.exir")
+        model = rewrite_for_xnnpack(model, images)
+        if calibration is not None:
+            model = self.quantize(model, calibration)
+        lowered = exir.to_edge_transform_and_lower(
+            torch.export.export(model, (images,)),
+            partitioner=[partitioner.XnnpackPartitioner()],
+            constant_methods={METADATA_KEY: metadata.dumps()},
+        )
+        undelegated_ops = _undelegated_ops(lowered.exported_program())
+        return bytes(lowered.to_executorch().buffer), undelegated_ops
+
+    def quantize(self, model: nn.Module, calibration: Tensor) -> nn.Module:
+        """A module that XNNPACK runs in int8, calibrated one image at a time."""
+        quantizers = require("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
+        pt2e = require("torchao.quantization.pt2e.quantize_pt2e")
+        quantizer = quantizers.XNNPACKQuantizer()
+        quantizer.set_global(quantizers.get_symmetric_quantization_config(is_per_channel=True))
+        quantizer.set_filter_function(_is_quantizable)
+        prepared = pt2e.prepare_pt2e(torch.export.export(model, (calibration[:1],)).module(), quantizer)
+        with torch.no_grad():
+            for image in torch.split(calibration, 1):
+                prepared(image)
+        quantized: nn.Module = pt2e.convert_pt2e(prepared)
+        return quantized
+
+    def load(self, path: Path) -> ExecuTorchModel:
+        """Read a .pte file."""
+        return ExecuTorchModel(path)
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Resize the pool that all programs share."""
+        require("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(num_threads)
+        self.num_threads = num_threads
+
+
+def rewrite_for_xnnpack(model: nn.Module, images: Tensor) -> fx.GraphModule:
+    """``model`` as a graph with slices instead of splits, and means that keep their dimensions.
+
+    XNNPACK takes no others; without this a ShuffleNetV2 is divided into fifteen partitions.
+    """
+    program = torch.export.export(model, (images,)).module()
+    assert isinstance(program, fx.GraphModule)
+    graph, aten = program.graph, torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target in (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default):
+            dim = node.args[2] if len(node.args) > 2 else 0
+            ends = list(accumulate(chunk.shape[dim] for chunk in node.meta["val"]))
+            for chunk in list(node.users):
+                index = chunk.args[1]
+                start = ends[index - 1] if index else 0
+                _replace(graph, chunk, aten.slice.Tensor, (node.args[0], dim, start, ends[index]))
+            graph.erase_node(node)
+        elif node.target is aten.mean.dim and node.args[2:] in ((), (False,)) and not node.kwargs:
+            with graph.inserting_before(node):
+                mean = graph.call_function(aten.mean.dim, (*node.args[:2], True))
+            _replace(graph, node, aten.view.default, (mean, list(node.meta["val"].shape)))
+    program.recompile()
+    return program
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        node.replace_all_uses_with(graph.call_function(target, args))
+    graph.erase_node(node)
+
+
+def _is_quantizable(node: fx.Node) -> bool:
+    """Whether XNNPACK may run a node in int8: not squares, what reads them, nor concatenations."""
+    aten = torch.ops.aten
+    source = node.args[0] if node.args else None
+    if node.target in (aten.mul.Tensor, aten.cat.default):
+        return False
+    if not isinstance(source, fx.Node):
+        return True  # a weight; the node that reads it decides
+    adds_alpha = node.target is aten.add.Tensor and source.target is aten.mean.dim  # G + α² of Square-Excitation
+    reads_square = source.target is aten.mul.Tensor and source.args[0] is source.args[1]
+    return not (adds_alpha or reads_square)
+
+
+def _undelegated_ops(program: torch.export.ExportedProgram) -> dict[str, int]:
+    """The operations outside of delegated partitions, by name."""
+    names = []
+    for node in program.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_function" and name not in ("getitem", "executorch_call_delegate"):
+            names.append(name.split(".")[-2] if "." in name else name)
+    return dict(Counter(names).most_common())

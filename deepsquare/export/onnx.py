@@ -1,0 +1,113 @@
+"""ONNX files, run by onnxruntime on the CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepsquare.export.base import METADATA_KEY, Metadata, Runtime, RuntimeModel, require
+
+CALIBRATION_BATCH_SIZE = 16
+PERCENTILE = 99.9  # of an activation's values lie within its range: the largest values of a square are outliers
+
+
+class OnnxModel(RuntimeModel):
+    """An ONNX file in onnxruntime."""
+
+    def __init__(self, path: Path, own_threads: bool) -> None:
+        onnxruntime = require("onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        options.use_per_session_threads = own_threads
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of classes that onnxruntime does not export
+            reason = str(error).strip().splitlines()[-1]
+            raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
+        self.metadata = Metadata.loads(self.session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
+        (model_input,) = self.session.get_inputs()
+        self._input, self.shape = model_input.name, tuple(model_input.shape)
+
+    def _run(self, images: Tensor) -> Tensor:
+        (logits,) = self.session.run(None, {self._input: images.numpy()})
+        return torch.from_numpy(logits)
+
+
+class OnnxRuntime(Runtime):
+    """Writes ONNX files and runs them in onnxruntime."""
+
+    name, label, suffix = "onnx", "onnxruntime", ".onnx"
+    modules = ("onnxruntime", "onnx", "onnxscript")
+    dynamic_batch = dynamic_size = True
+    # onnxruntime stores maps in blocks of channels, squares them in that layout and then reorders both the map and its
+    # square; of a flattened map it reorders only the map.
+    flatten_maps = True
+
+    def convert(
+        self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
+    ) -> tuple[bytes, dict[str, int]]:
+        """The content of an ONNX file; onnxruntime delegates nothing."""
+        onnx = require("onnx")
+        dims = dict.fromkeys((0, 2, 3) if any_size else (0,), torch.export.Dim.DYNAMIC)
+        program: Any = torch.onnx.export(
+            model, (images,), dynamo=True, dynamic_shapes=(dims,), input_names=["images"],
+            output_names=["logits"], external_data=False, verbose=False,
+        )  # fmt: skip
+        proto = program.model_proto
+        if calibration is not None:
+            proto = self.quantize(proto, calibration)
+        for node in proto.graph.node:
+            del node.metadata_props[:]  # source files and lines of this machine
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = METADATA_KEY, metadata.dumps()
+        onnx.checker.check_model(proto)
+        return proto.SerializeToString(), {}
+
+    def quantize(self, model: Any, calibration: Tensor) -> Any:
+        """An ONNX model in int8, with weights of seven bits.
+
+        Without VNNI (AVX2 only), onnxruntime adds up pairs of products of unsigned and signed bytes in 16 bits, which
+        weights of eight bits overflow.
+        """
+        onnx = require("onnx")
+        quantization = require("onnxruntime.quantization")
+        shape_inference = require("onnxruntime.quantization.shape_inference")
+        count = max(1, len(calibration) // CALIBRATION_BATCH_SIZE) * CALIBRATION_BATCH_SIZE  # batches of equal size
+        batches = iter(torch.split(calibration[:count], CALIBRATION_BATCH_SIZE))
+        input_name = model.graph.input[0].name
+
+        class Reader(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
+            def get_next(self) -> dict[str, Any] | None:
+                batch = next(batches, None)
+                return None if batch is None else {input_name: batch.numpy()}
+
+        with tempfile.TemporaryDirectory() as folder:
+            source, prepared, quantized = (
+                str(Path(folder) / f"{name}.onnx") for name in ("source", "prepared", "quantized")
+            )
+            onnx.save(model, source)
+            shape_inference.quant_pre_process(source, prepared)
+            nodes = onnx.load(prepared).graph.node
+            squares = {node.output[0] for node in nodes if node.op_type == "Mul" and node.input[0] == node.input[1]}
+            quantization.quantize_static(
+                prepared, quantized, Reader(), per_channel=True, reduce_range=True,
+                op_types_to_quantize=["Conv", "Gemm"], activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                nodes_to_exclude=[node.name for node in nodes if node.op_type == "Conv" and node.input[0] in squares],
+                calibrate_method=quantization.CalibrationMethod.Percentile,
+                extra_options={"CalibPercentile": PERCENTILE},
+            )  # fmt: skip
+            return onnx.load(quantized)
+
+    def load(self, path: Path) -> OnnxModel:
+        """Read an ONNX file."""
+        return OnnxModel(path, own_threads=self.num_threads is None)
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """One global pool; the pool of each session would spin for a while beside the session that runs next."""
+        require("onnxruntime").set_global_thread_pool_sizes(num_threads, 1)
+        self.num_threads = num_threads

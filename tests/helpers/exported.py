@@ -1,0 +1,18 @@
+"""A model to export, and its preprocessing."""
+
+import torch
+from torch import Tensor, nn
+
+import deepsquare as ds
+from deepsquare.paper.deployment.parity import recalibrate_batchnorm
+from deepsquare.preprocessing import Preprocessing
+
+IMAGES = Preprocessing(("blue", "green", "red"), 64, 72)
+
+
+def trained(name: str, spec: str, size: int = 64) -> tuple[nn.Module, Tensor]:
+    """A model whose batch normalization has the statistics of its input, as after training, and six images."""
+    torch.manual_seed(0)
+    model = ds.create_model(name, spec, num_classes=3, input_shape=(3, size, size))
+    images = torch.randn(64, 3, size, size)
+    return recalibrate_batchnorm(model, images), images[:6]
