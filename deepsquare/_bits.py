@@ -1,4 +1,4 @@
-"""Truth values as text, for rows: which test images a model got right."""
+"""Booleans as text, for rows: which test images a model classified correctly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def pack_bits(values: Tensor) -> str:
-    """Truth values as text: eight to a byte, the first in the highest bit, then base64."""
+    """Booleans as base64 text: eight per byte, the first in the highest bit."""
     return base64.b64encode(np.packbits(values.numpy()).tobytes()).decode()
 
 
 def unpack_bits(text: str, count: int) -> Tensor:
-    """The first ``count`` truth values of what :func:`pack_bits` wrote."""
+    """The first ``count`` booleans of a text by :func:`pack_bits`."""
     packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     if not 0 <= count <= 8 * len(packed):
-        raise ValueError(f"count is {count}; expected at most the {8 * len(packed)} bits that are there")
+        raise ValueError(f"count is {count}; expected at most the {8 * len(packed)} bits of the text")
     return torch.from_numpy(np.unpackbits(packed, count=count).astype(bool))

@@ -1,25 +1,17 @@
-"""What several files of tests use as a fixture."""
+"""Fixtures that several files of tests use."""
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import os
 
 import pytest
 
-from deepsquare import cli
+# One thread for each of pytest-xdist's workers and for the processes that tests start: threads that spin for more cores
+# than there are make everything several times slower. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from helpers.shell import Shell
 
 
 @pytest.fixture
-def deepsquare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """The command line: a call's exit code, and all that it says."""
-
-    def call(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["deepsquare", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        return code, "".join(capfd.readouterr())
-
-    return call
+def shell(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Shell:
+    """The command line, run in this process."""
+    return Shell(monkeypatch, capfd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from itertools import zip_longest
@@ -11,15 +12,11 @@ from typing import Annotated
 import tyro
 from torch import Tensor
 
-from deepsquare.checkpoint import Preprocessing, load, read_preprocessing
-from deepsquare.cli._checkpoint import model_file
-from deepsquare.data.splits import open_source
-from deepsquare.data.transforms import EvalTransform
-from deepsquare.training import evaluate, init_distributed
-from deepsquare.training.image_folder import ImageEvaluation, Loading, Normalize
+from deepsquare.preprocessing import Preprocessing
+from deepsquare.training.config import LoaderConfig
 
 
-def evaluation_command(
+def eval_command(
     checkpoint: tyro.conf.Positional[Path],
     *,
     data: Path,
@@ -29,52 +26,59 @@ def evaluation_command(
     batch_size: int = 128,
     device: str | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-    loading: tyro.conf.OmitArgPrefixes[Loading] = Loading(),  # noqa: B008
+    loading: tyro.conf.OmitArgPrefixes[LoaderConfig] = LoaderConfig(),  # noqa: B008
 ) -> None:
-    """Measure a checkpoint on images: every one exactly once, also when torchrun's processes share them.
+    """Evaluate a checkpoint on a folder of images, each exactly once, in one process or many started by torchrun.
 
     Args:
         checkpoint: A safetensors file, or the folder of a training run.
         data: Folder with the split.
-        split: Which folder in it.
-        size: Side of the centre that is cut out; as the checkpoint says when not given, or 224.
-        resize: The shorter side before that; as the checkpoint says when not given, or 256.
-        batch_size: Images at a time, for each process.
-        device: cpu or cuda; a GPU where there is one when not given.
+        split: Name of the split's folder.
+        size: Side of the center crop; by default as stored in the checkpoint, or 224.
+        resize: Shorter side before the crop; by default as stored in the checkpoint, or 256.
+        batch_size: Images per batch and process.
+        device: cpu or cuda; by default a GPU if there is one.
         as_json: Print JSON.
     """
+    from deepsquare.checkpoint import load, read_preprocessing
+    from deepsquare.cli._checkpoint import model_file
+    from deepsquare.data.splits import open_source
+    from deepsquare.training import evaluate, init_distributed
+    from deepsquare.training.image_folder import ImageEvaluation
+    from deepsquare.training.trainer import to_input
+
     checkpoint = model_file(checkpoint)
-    images = read_preprocessing(checkpoint) or Preprocessing(())
-    transform = EvalTransform(size or images.size, resize or max(images.resize, size or 0))
+    stored = read_preprocessing(checkpoint) or Preprocessing()
+    size, resize = size or stored.size, resize or max(stored.resize, size or 0)
+    preprocessing = dataclasses.replace(stored, size=size, resize=resize)
     source, model = open_source(data, split), load(checkpoint).float()
-    if images.classes and images.classes != tuple(source.classes):
-        other = next(pair for pair in zip_longest(images.classes, source.classes) if pair[0] != pair[1])
+    if stored.class_names and stored.class_names != tuple(source.classes):
+        pairs = zip_longest(stored.class_names, source.classes)
+        expected, actual = next(pair for pair in pairs if pair[0] != pair[1])
         raise ValueError(
-            f"the classes of {checkpoint} are not those of {data / split}: it has {other[0]} where the data have "
-            f"{other[1]}; expected the data that it was trained for"
+            f"the classes of {checkpoint} and {data / split} differ: {expected} in the checkpoint is {actual} in the "
+            "data; expected the data set that it was trained on"
         )
     with init_distributed(device) as distributed:
         model.to(distributed.device)
-        prepare = Normalize(distributed.device, mean=images.mean, std=images.std)
 
         def logits(images: Tensor) -> Tensor:
-            said: Tensor = model(prepare(images))
-            if said.shape[1] != len(source.classes):
+            outputs: Tensor = model(to_input(images, preprocessing, distributed.device))
+            if outputs.shape[1] != len(source.classes):
                 raise ValueError(
-                    f"{checkpoint} knows {said.shape[1]} classes, {data / split} has {len(source.classes)}; expected "
-                    "the data that it was trained for"
+                    f"{checkpoint} has {outputs.shape[1]} classes, {data / split} has {len(source.classes)}; expected "
+                    "the data set that it was trained on"
                 )
-            return said
+            return outputs
 
-        given = ImageEvaluation(source, transform, distributed, loading, batch_size)
-        shown = evaluate(model, given(), distributed=distributed, logits=logits)
+        batches = ImageEvaluation(source, preprocessing, distributed, loading, batch_size)()
+        metrics = evaluate(model, batches, distributed=distributed, logits=logits)
         if not distributed.is_main_process:
             return
         if as_json:
-            loss = shown.loss if math.isfinite(shown.loss) else None  # JSON has no other word
-            found = {**shown._asdict(), "loss": loss, "size": transform.size, "resize": transform.resize}
-            del found["correct"]
-            print(json.dumps({"images": len(source), **found}))
+            values = {**metrics._asdict(), "loss": metrics.loss if math.isfinite(metrics.loss) else None}
+            del values["correct"]
+            print(json.dumps({"images": len(source), **values, "size": size, "resize": resize}))
         else:
-            accuracies = f"top-1 {shown.accuracy:.2%}, top-5 {shown.top5:.2%}"
-            print(f"{len(source):,} images at {transform.size} px: {accuracies}, loss {shown.loss:.4f}")
+            accuracies = f"top-1 {metrics.accuracy:.2%}, top-5 {metrics.top5:.2%}"
+            print(f"{len(source):,} images at {size} px: {accuracies}, loss {metrics.loss:.4f}")

@@ -1,135 +1,101 @@
-"""The commands that train and evaluate: ``deepsquare train | eval``."""
+"""``deepsquare train``: train a network by a recipe of the paper."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import inspect
 import sys
-import tomllib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast, get_type_hints
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from deepsquare.training import ImageNetRecipe, StoppedError, init_distributed
-from deepsquare.training.image_folder import Loading
-from deepsquare.training.named_recipes import RECIPES, named_recipe
-from deepsquare.training.recipe import override
-from deepsquare.training.run import MODEL, Settings, train
+from deepsquare.training import ImageNetRecipe, LoaderConfig, Recipe, StoppedError, TrainerConfig, init_distributed
+from deepsquare.training.named_recipes import RECIPES, configure
 
-TERMINATED, INTERRUPTED = 143, 130  # the exit codes of a process that SIGTERM or Ctrl-C has ended
+SIGTERM_CODE, SIGINT_CODE = 143, 130  # exit codes of a process ended by the signal
 
 
-def training_command(arguments: Sequence[str]) -> Callable[..., None]:
-    """``deepsquare train`` for these arguments: the recipe that they name, and a file changes, gives the defaults."""
-    named = next((RECIPES[word] for word in arguments if word in RECIPES), ImageNetRecipe())
-    start, in_file, flags = named, dict[str, Any](), _flags(arguments)
-    if flags.get("file"):
-        in_file = _read(Path(flags["file"]))
+def _overrides() -> Any:
+    """A TypedDict of all fields of a recipe and the config: tyro leaves out keys without a flag on the command line."""
+    keys: dict[str, Any] = {}
+    documentation = "Changes to the recipe and the config.\n\nAttributes:\n"
+    for kind, hint in ((ImageNetRecipe, "(in most recipes: {!r})"), (TrainerConfig, "(default: {!r})")):
+        hints = get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            argument = tyro.conf.arg(help_behavior_hint=hint.format(field.default))
+            keys[field.name] = Annotated[hints[field.name], argument]
+    for documented in (Recipe, ImageNetRecipe, TrainerConfig):
+        documentation += (inspect.getdoc(documented) or "").partition("Attributes:\n")[2] + "\n"
+    del keys["loading"]  # a parameter of its own
+    overrides = cast(Any, TypedDict)("Overrides", keys, total=False)
+    overrides.__doc__ = documentation
+    return overrides
+
+
+if TYPE_CHECKING:
+    Overrides = dict[str, Any]
+else:
+    Overrides = _overrides()
+
+
+def train_command(
+    name: tyro.conf.Positional[str] = "",
+    *,
+    data: Path | None = None,
+    output: Path | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    file: Path | None = None,
+    device: str | None = None,
+    results: Path = Path("out/results"),
+    overrides: tyro.conf.OmitArgPrefixes[Overrides] = {},  # noqa: B006  # tyro passes a new one
+    loading: tyro.conf.OmitArgPrefixes[LoaderConfig] = LoaderConfig(),  # noqa: B008
+) -> None:
+    """Train a network by the recipe of a row of Tables 4, 5 or 7, of which every field can be changed.
+
+    Runs in one process or, started by torchrun, in many that share each batch. The folder of the run keeps its
+    checkpoint, its log and finally the model.
+
+    Args:
+        name: A recipe, such as resnet18+pooling; without it, all recipes are listed.
+        data: Folder with train and val, each of class folders or of WebDataset shards.
+        output: Folder of the run; out/train/NAME by default.
+        seed: Of the initial weights, the order of the images and the crops.
+        resume: Continue the run in that folder, if there is one.
+        file: Changes to the recipe as TOML or JSON; flags on the command line override it.
+        device: cpu or cuda; by default a GPU if there is one.
+        results: Folder for the row of the result.
+        overrides: Changes to the recipe, and how it is computed.
+    """
+    if not name:
+        _print_recipes()
+        return
+    recipe, config, notes = configure(name, overrides, file, loading)
+    if data is None:
+        raise ValueError("--data is missing; give the folder that holds train and val")
+    from deepsquare.training.run import MODEL, train
+
+    output = output or Path("out/train") / name
+    with init_distributed(device) as distributed:
+        for note in notes if distributed.is_main_process else ():
+            print(f"deepsquare: note: {note}", file=sys.stderr)
+        run: dict[str, Any] = {"seed": seed, "config": config, "distributed": distributed, "resume": resume}
         try:
-            start, _ = override(named, in_file)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{flags['file']}: {error}") from error
-    if flags.get("epochs", "").isdecimal():
-        start, _ = override(start, {"epochs": max(1, int(flags["epochs"]))})  # a longer warm-up is cut
-
-    def command(
-        name: tyro.conf.Positional[str] = "list",
-        *,
-        data: Path | None = None,
-        output: Path | None = None,
-        seed: int = 0,
-        resume: bool = False,
-        file: Path | None = None,
-        device: str | None = None,
-        results: Path = Path("out/results"),
-        recipe: tyro.conf.OmitArgPrefixes[ImageNetRecipe] = start,
-        settings: tyro.conf.OmitArgPrefixes[Settings] = Settings(),  # noqa: B008
-    ) -> None:
-        """Train a network by the recipe of a row of Tables 4, 5 or 7, every field of which can be changed.
-
-        Alone or, started by torchrun, with many processes: a batch is shared by all. The folder of the run keeps its
-        checkpoint, its log and at the end the model.
-
-        Args:
-            name: A recipe, such as resnet18+pooling; without one, all are listed.
-            data: Folder with train and val, each of class folders or of WebDataset shards.
-            output: Folder of the run; out/train/NAME when not given.
-            seed: Of the first weights, the order and the crops.
-            resume: Go on with the run in that folder, if there is one.
-            file: Changes to the recipe as TOML or JSON; the command line has the last word.
-            device: cpu or cuda; a GPU where there is one when not given.
-            results: Folder for the row.
-        """
-        if name == "list":
-            Console().print(_recipes())
-            return
-        if named_recipe(name) is not named:
-            raise ValueError(f"the first name of a recipe is not {name}; give it first: deepsquare train {name} …")
-        if data is None:
-            raise ValueError("no data is named; give the folder that holds train and val: --data DIR")
-        fields = [field.name for field in dataclasses.fields(recipe)]
-        changed = {key: getattr(recipe, key) for key in fields if key in flags or key in in_file}
-        changed |= {key.removeprefix("no_"): False for key in flags if key.startswith("no_") and key[3:] in fields}
-        chosen, follows = override(named, changed)
-        with init_distributed(device) as distributed:
-            for note in follows if distributed.is_main_process else ():
-                print(f"deepsquare: note: {note}", file=sys.stderr)
-            place = output or Path("out/train") / name
-            try:
-                train(
-                    name,
-                    chosen,
-                    data,
-                    place,
-                    seed=seed,
-                    settings=settings,
-                    distributed=distributed,
-                    resume=resume,
-                    results=results,
-                )
-            except (StoppedError, KeyboardInterrupt) as stopped:
-                if distributed.is_main_process:
-                    reason = str(stopped) or "stopped at once"
-                    print(f"deepsquare: {reason}; the same command with --resume goes on", file=sys.stderr)
-                sys.exit(TERMINATED if isinstance(stopped, StoppedError) else INTERRUPTED)
+            train(name, recipe, data, output, results=results, **run)
+        except (StoppedError, KeyboardInterrupt) as stopped:
             if distributed.is_main_process:
-                print(f"The model is {(place / MODEL).resolve()}")
-
-    return command
-
-
-def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """The flags by field, each with what follows it first; of one that is given twice, the last."""
-    found = {}
-    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
-        if word.startswith("--"):
-            flag, equals, value = word.removeprefix("--").partition("=")
-            found[flag.replace("-", "_")] = value if equals else following
-    return found
+                message = str(stopped) or "stopped at once"
+                print(f"deepsquare: {message}; the same command with --resume continues", file=sys.stderr)
+            sys.exit(SIGTERM_CODE if isinstance(stopped, StoppedError) else SIGINT_CODE)
+        if distributed.is_main_process:
+            print(f"The model is {(output / MODEL).resolve()}")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Changes from a file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}; expected changes to a recipe there, as TOML or JSON")
-    try:
-        found = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is neither TOML nor, with the ending .json, JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; expected fields of a recipe with their values")
-    here = {field.name for kind in (Settings, Loading) for field in dataclasses.fields(kind)} & set(found)
-    if here:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(here))
-        raise ValueError(f"{path}: {flags} is how a run is done, not part of a recipe; give it on the command line")
-    return found
+def _print_recipes() -> None:
+    from rich.console import Console
+    from rich.table import Table
 
-
-def _recipes() -> Table:
     from deepsquare.paper.imagenet.hours import MACHINES, hours
     from deepsquare.paper.tables import TABLES
 
@@ -138,10 +104,10 @@ def _recipes() -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("name", "table", "epochs", "top-1", "top-5", *(machine.name for machine in MACHINES)):
         table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
-    rows = {entry.recipe: (paper.number, entry) for paper in reversed(TABLES) for entry in paper.entries}
+    entries = {entry.recipe: (paper.number, entry) for paper in reversed(TABLES) for entry in paper.entries}
     for name, recipe in RECIPES.items():
-        number, entry = rows[name]
+        number, entry = entries[name]
         accuracies = f"{entry.top1:.2f}", f"{entry.top5:.2f}"
         expected = (f"{hours(recipe, machine):.0f}" for machine in MACHINES)
         table.add_row(name, str(number), str(recipe.epochs), *accuracies, *expected)
-    return table
+    Console().print(table)

@@ -1,12 +1,11 @@
-"""Images: class folders and shards through three decoders that give the same pixels; CIFAR-10; images in memory."""
+"""Images: class folders and shards through three equivalent decoding pipelines; CIFAR-10; images in memory."""
 
 from deepsquare.data.loader import Batch, available, batches
 from deepsquare.data.splits import Source, check_same_classes, open_source, write_shards
-from deepsquare.data.transforms import EvalTransform, TrainTransform
+from deepsquare.data.transforms import TrainTransform
 
 __all__ = [
     "Batch",
-    "EvalTransform",
     "Source",
     "TrainTransform",
     "available",

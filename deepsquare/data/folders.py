@@ -1,4 +1,4 @@
-"""A folder for each class, with its images in it, as torchvision's ImageFolder reads them."""
+"""One folder of images per class, as torchvision's ImageFolder reads them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from deepsquare.data.source import IMAGE_SUFFIXES, FileNames, Source, is_image, 
 
 
 class FolderSource(Source):
-    """Images in class folders; classes and images are in the order of their names."""
+    """Images in class folders; classes and images are sorted by name."""
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self.folder, self.classes = folder, tuple(sorted(classes))
-        found = _scan(folder, self.classes)
-        self.labels = torch.from_numpy(np.repeat(np.arange(len(found)), [len(names) for names in found]))
-        self._names = FileNames(name for names in found for name in names)
+        files = _scan(folder, self.classes)
+        self.labels = torch.from_numpy(np.repeat(np.arange(len(files)), [len(names) for names in files]))
+        self._names = FileNames(name for names in files for name in names)
 
     def read(self, index: int) -> bytes:
-        """The image's file, as it is."""
+        """The bytes of the image's file."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 
@@ -34,28 +34,28 @@ class FolderSource(Source):
 
 
 def _scan(folder: Path, classes: Sequence[str]) -> list[list[str]]:
-    """The images of each class."""
-    found, empty = [], []
-    others: Counter[str] = Counter()  # by ending
+    """The names of the images of each class."""
+    files, empty = [], []
+    others: Counter[str] = Counter()  # by suffix
     for name in classes:
         images, rest = _images(folder / name)
-        found.append(images)
+        files.append(images)
         if not images:
             empty.append(f"{name} (only {', '.join(rest)})" if rest else f"{name} (empty)")
         others += rest
     if empty:
         raise FileNotFoundError(
             f"{folder}: {len(empty)} of {len(classes)} class folders have no image: {some(empty)}. Expected files "
-            f"ending in {', '.join(IMAGE_SUFFIXES)}; add them, or remove the folders that are no classes"
+            f"with the suffix {', '.join(IMAGE_SUFFIXES)}; add them, or remove the folders that are not classes"
         )
     if others:
-        kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(others.items()))
-        warnings.warn(f"{folder}: files that are no images are left out ({kinds})", stacklevel=4)
-    return found
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(others.items()))
+        warnings.warn(f"{folder}: files that are not images are skipped ({counts})", stacklevel=4)
+    return files
 
 
 def _images(folder: Path) -> tuple[list[str], Counter[str]]:
-    """The names of the images, sorted, and the endings of other files; hidden ones are passed over."""
+    """The sorted names of the images, and the suffixes of other files; hidden files are skipped."""
     images: list[str] = []
     others: Counter[str] = Counter()
     with os.scandir(folder) as entries:
@@ -64,13 +64,13 @@ def _images(folder: Path) -> tuple[list[str], Counter[str]]:
                 continue
             if entry.is_dir():
                 raise ValueError(
-                    f"{folder} is taken for a class but holds the folder {entry.name}; expected images. Class "
-                    f"folders lie directly in {folder.parent}, and images directly in them"
+                    f"{folder} is a class folder but contains the folder {entry.name}; expected images. Class "
+                    f"folders belong directly into {folder.parent}, and images directly into them"
                 )
             if not is_image(entry.name):
-                others[os.path.splitext(entry.name)[1].lower() or "no ending"] += 1
+                others[os.path.splitext(entry.name)[1].lower() or "no suffix"] += 1
             elif entry.is_file():
                 images.append(entry.name)
             else:
-                raise FileNotFoundError(f"{entry.path} leads to no file; mend the link, or remove it")
+                raise FileNotFoundError(f"{entry.path} is a broken link; repair or remove it")
     return sorted(images), others

@@ -9,20 +9,20 @@ STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # markers without a length
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a common JPEG: whole, with 8 bits of grey or of three colours; None for all else."""
+    """Width and height of a common JPEG: whole, with 8 bits of gray or RGB; None for anything else."""
     if not data.startswith(b"\xff\xd8") or not data.endswith(b"\xff\xd9"):
         return None
-    place = 2
-    while place + 10 <= len(data) and data[place] == 0xFF:
-        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+    offset = 2
+    while offset + 10 <= len(data) and data[offset] == 0xFF:
+        marker, length = data[offset + 1], int.from_bytes(data[offset + 2 : offset + 4], "big")
         if marker in FRAME_MARKERS:
-            bits, height, width, colours = struct.unpack_from(">BHHB", data, place + 4)
-            common = bits == 8 and colours in (1, 3) and width and height
+            bits, height, width, channels = struct.unpack_from(">BHHB", data, offset + 4)
+            common = bits == 8 and channels in (1, 3) and width and height
             return (width, height) if common else None
-        if marker == 0xFF:  # filling
-            place += 1
+        if marker == 0xFF:  # padding
+            offset += 1
         elif marker in STANDALONE_MARKERS:
-            place += 2
+            offset += 2
         else:
-            place += 2 + length
+            offset += 2 + length
     return None

@@ -1,4 +1,4 @@
-"""Batches of images, in the order asked for, by any of three pipelines."""
+"""Batches of images for given indices, by one of three pipelines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from deepsquare.data.pil import CropFor, DecodeError, Pixels, decode
 from deepsquare.data.source import Source
 from deepsquare.data.transforms import Transform, crop_params
 
-GREY, NO_LABEL = 128, -1  # of a damaged image
-GRACE = 120  # seconds that a worker goes on for after SIGTERM
-NEEDS = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # the extra has the pipeline's name
+GREY, NO_LABEL = 128, -1  # pixels and label of a damaged image
+TERM_GRACE = 120  # seconds that a worker continues after SIGTERM
+REQUIRED_MODULE = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # of the extra named alike
 Decoder = Callable[[bytes, CropFor, Pixels], None]
 
 
 class Batch(NamedTuple):
-    """Images and their classes; damaged images are grey, of class −1, and named."""
+    """Images and labels; a damaged image is grey, has label −1 and is named in ``damaged``."""
 
     images: Tensor  # (N, 3, S, S) uint8, in channels_last
     labels: Tensor  # (N,) int64
@@ -42,17 +42,17 @@ def batches(
     workers: int = 0,
     device_id: int | None = None,
 ) -> Iterator[Batch]:
-    """A batch for each group of indices, in their order.
+    """Yield a batch for each sequence of indices, in order.
 
     Args:
         source: the images.
-        groups: the indices of each batch; for an epoch that goes on after a stop, the rest of them.
-        view: which part of a image is shown; a random part depends on seed, epoch and the image's index alone.
-        seed: of the random parts.
-        epoch: of the random parts.
-        pipeline: ``torchvision``, ``fast`` or ``dali``; all show the same.
-        workers: processes that decode ahead, of ``dali`` threads; with 0 it is done here, when a batch is asked for.
-        device_id: the GPU that ``dali`` decodes on; without it, the CPU.
+        batch_indices: the indices of each batch; to resume an epoch, those of the remaining batches.
+        transform: random crops for training, or the preprocessing whose center crop is evaluated.
+        seed: of the random crops, which depend on it, the epoch and the image's index only.
+        epoch: see ``seed``.
+        pipeline: ``torchvision``, ``fast`` or ``dali``; all yield the same images.
+        workers: processes that decode ahead (threads for ``dali``); with 0 the calling process decodes.
+        device_id: the GPU that ``dali`` decodes on; the CPU if not given.
     """
     check_pipeline(pipeline)
     if workers < 0 or seed < 0 or epoch < 0:
@@ -63,31 +63,29 @@ def batches(
         from deepsquare.data.dali import dali_batches
 
         return dali_batches(source, batch_indices, transform, seed, epoch, max(1, workers), device_id)
-    return _loaded(BatchDataset(source, batch_indices, transform, seed, epoch, pipeline), workers)
+    return _load(BatchDataset(source, batch_indices, transform, seed, epoch, pipeline), workers)
 
 
 def check_pipeline(name: str) -> None:
-    """That there is such a pipeline, and what it needs."""
-    if name not in NEEDS:
-        raise ValueError(f"there is no pipeline {name!r}; choose from {', '.join(NEEDS)}")
+    """Raise ValueError if there is no such pipeline, or the package that it needs is not installed."""
+    if name not in REQUIRED_MODULE:
+        raise ValueError(f"there is no pipeline {name!r}; choose from {', '.join(REQUIRED_MODULE)}")
     if not available(name):
-        raise ValueError(
-            f"pipeline {name!r} needs {NEEDS[name]}: pip install 'deepsquare[{name}]'; or choose 'torchvision', which "
-            "needs nothing more"
-        )
+        install = f"pip install 'deepsquare[{name}]'; or choose 'torchvision', which needs no extra"
+        raise ValueError(f"pipeline {name!r} needs {REQUIRED_MODULE[name]}: {install}")
 
 
 def available(name: str) -> bool:
-    """Whether what the pipeline needs is installed."""
-    module = NEEDS[name]
+    """Whether the package that the pipeline needs is installed."""
+    module = REQUIRED_MODULE[name]
     try:
         return module is None or importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package above it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 class BatchDataset(Dataset[Batch]):
-    """The batches by number, each decoded when it is asked for."""
+    """Map-style dataset whose items are whole batches, decoded on access."""
 
     def __init__(
         self,
@@ -105,28 +103,28 @@ class BatchDataset(Dataset[Batch]):
         return len(self.batch_indices)
 
     def __getitem__(self, number: int) -> Batch:
-        return self.batch(checked(self.batch_indices[number], len(self.source)))
+        return self.batch(check_indices(self.batch_indices[number], len(self.source)))
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The images of a group."""
+        """Decode the images at ``indices``."""
         side = self.transform.size
         images = torch.empty((len(indices), side, side, 3), dtype=torch.uint8)
         pixels = images.numpy()
         labels = self.source.labels[torch.tensor(indices, dtype=torch.int64)]
         damaged = []
-        for place, index in enumerate(indices):
+        for position, index in enumerate(indices):
             crop_for = partial(crop_params, self.transform, seed=self.seed, epoch=self.epoch, index=index)
             try:
-                self.decode(self.source.read(index), crop_for, pixels[place])
+                self.decode(self.source.read(index), crop_for, pixels[position])
             except DecodeError:
-                pixels[place] = GREY
-                labels[place] = NO_LABEL
+                pixels[position] = GREY
+                labels[position] = NO_LABEL
                 damaged.append(self.source.name(index))
         return Batch(images.permute(0, 3, 1, 2), labels, tuple(damaged))
 
 
-def checked(indices: Sequence[int], count: int) -> list[int]:
-    """The indices as plain numbers, when they are of images that there are."""
+def check_indices(indices: Sequence[int], count: int) -> list[int]:
+    """The indices as ints; IndexError if one is out of range."""
     indices = [int(index) for index in indices]
     if wrong := [index for index in indices if not 0 <= index < count]:
         raise IndexError(f"there is no image {wrong[0]}; expected an index from 0 to {count - 1}")
@@ -141,31 +139,31 @@ def _decoder(pipeline: str) -> Decoder:
     return turbojpeg.decode
 
 
-def _go_on(worker: int) -> None:
-    """Ctrl-C, and a SIGTERM to all processes of a job, are for the one that asked: it finishes and ends its workers."""
+def _ignore_stop_signals(worker: int) -> None:
+    """Leave Ctrl-C, and a SIGTERM sent to all processes of a job, to the parent: it finishes and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))  # which ends it, if nobody did before
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE))  # ends the worker if the parent did not
 
 
-def _loaded(batch_indices: BatchDataset, workers: int) -> Iterator[Batch]:
-    """Its batches, decoded ahead by worker processes, which end when the caller stops asking."""
+def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
+    """The batches of a dataset; worker processes end when the generator is closed."""
     if workers == 0:
-        for number in range(len(batch_indices)):
-            with one_thread():  # a image is too little work to share
-                batch = batch_indices[number]
+        for number in range(len(dataset)):
+            with one_thread():  # one image is too little work to share
+                batch = dataset[number]
             yield batch
         return
     loader = DataLoader(
-        batch_indices,
+        dataset,
         batch_size=None,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_go_on,
-        generator=torch.Generator(),  # it draws a seed for the workers, and would draw it from the trainer's numbers
+        worker_init_fn=_ignore_stop_signals,
+        generator=torch.Generator(),  # the loader seeds its workers from it instead of from the global generator
     )
     iterator: Any = iter(loader)
     try:
         for images, labels, damaged in iterator:
-            yield Batch(images, labels, tuple(damaged))  # of which the loader makes a list
+            yield Batch(images, labels, tuple(damaged))  # the loader converts tuples to lists
     finally:
-        iterator._shutdown_workers()  # else they live as long as an error's traceback does
+        iterator._shutdown_workers()  # an error's traceback would keep them alive

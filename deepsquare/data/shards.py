@@ -1,7 +1,7 @@
-"""WebDataset shards: tar files of ``key.jpg`` and ``key.cls``, read at random places and never extracted.
+"""WebDataset shards: tar files of ``key.jpg`` and ``key.cls``, with random access and without extraction.
 
-Members are listed once, when the source is opened; a image is then one read at its offset. Listing takes a whole
-pass over the headers, and no member but a regular file is looked at.
+Members are listed once, when the source is opened; reading an image is then one read at its offset. Listing is a pass
+over all headers; members other than regular files are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 512  # of a tar file
 
 
 class Sample(NamedTuple):
-    """Where a image lies in its shard, and its class."""
+    """The position of an image in its shard, and its label."""
 
     name: str
     offset: int
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class ShardSource(Source):
-    """Images in shards, in the order of the shards' names and of the samples in them."""
+    """Images in shards, sorted by shard name, then in the order of the samples."""
 
     def __init__(self, folder: Path, shards: Sequence[str]) -> None:
         self.folder, self.shards = folder, tuple(sorted(shards))
@@ -50,16 +50,16 @@ class ShardSource(Source):
         self.labels = torch.tensor([sample.label for sample in samples], dtype=torch.int64)
         self._names = FileNames(sample.name for sample in samples)
         self._shard = np.repeat(np.arange(len(listed)), [len(shard) for shard in listed])
-        self._place = np.array([(sample.offset, sample.size) for sample in samples])
+        self._position = np.array([(sample.offset, sample.size) for sample in samples])
 
     def read(self, index: int) -> bytes:
-        """The image's file, as it is."""
-        offset, size = (int(value) for value in self._place[index])
-        # Opened each time: it costs microseconds, a image milliseconds, and thousands of shards exceed open files.
+        """The bytes of the image's file."""
+        offset, size = (int(value) for value in self._position[index])
+        # Opened each time, which costs microseconds: thousands of shards would exceed the limit of open files.
         with open(self._path(index), "rb", buffering=0) as file:
             data = os.pread(file.fileno(), size, offset)
         if len(data) != size:
-            raise OSError(f"{self.name(index)} is cut: the shard has changed since it was listed; start again")
+            raise OSError(f"{self.name(index)} is truncated: the shard has changed since it was listed; start again")
         return data
 
     def name(self, index: int) -> str:
@@ -75,16 +75,16 @@ def _classes(folder: Path) -> tuple[str, ...]:
         classes = tuple((folder / CLASSES).read_text(encoding="utf-8").splitlines())
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{folder} has shards but no {CLASSES}; write it, a class name a line in the order of the labels"
+            f"{folder} has shards but no {CLASSES}; write it, one class name per line in the order of the labels"
         ) from error
-    doubled = sorted({name for name in classes if classes.count(name) > 1 or not name.strip()})
-    if not classes or doubled:
-        raise ValueError(f"{folder / CLASSES}: expected a class name a line, each once; found {some(doubled)}")
+    invalid = sorted({name for name in classes if classes.count(name) > 1 or not name.strip()})
+    if not classes or invalid:
+        raise ValueError(f"{folder / CLASSES}: expected one class name per line, each once; found {some(invalid)}")
     return classes
 
 
 def _samples(path: Path, classes: int) -> Iterator[Sample]:
-    """The images of a shard with their labels; what is wrong is said with the shard's name."""
+    """The images of a shard with their labels; errors name the shard."""
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with path.open("rb") as file:
@@ -95,21 +95,24 @@ def _samples(path: Path, classes: int) -> Iterator[Sample]:
                 continue
             if matched[1] in (labels if kind == "cls" else images):
                 raise ValueError(
-                    f"{path}: two members for one sample, the second {member.name}; expected one of a kind"
+                    f"{path}: a second member {member.name} for one sample; expected one image and one label"
                 )
             if kind == "cls":
                 labels[matched[1]] = _label(path, file.fileno(), member, classes)
             else:
                 images[matched[1]] = member
-    for one, other, what in ((images, labels, "label (key.cls)"), (labels, images, "image (key.jpg)")):
-        if lacking := sorted(set(one) - set(other)):
-            raise ValueError(f"{path}: no {what} for {some(lacking)}; make the shard again")
+    for missing, what in (
+        (set(images) - set(labels), "label (key.cls)"),
+        (set(labels) - set(images), "image (key.jpg)"),
+    ):
+        if missing:
+            raise ValueError(f"{path}: no {what} for {some(sorted(missing))}; create the shard again")
     for key, member in images.items():
         yield Sample(member.name, member.offset_data, member.size, labels[key])
 
 
 def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a whole tar file."""
+    """The regular files of a complete tar file."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
@@ -117,9 +120,9 @@ def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
                     yield member
             end = os.pread(file.fileno(), BLOCK, archive.offset)
     except tarfile.TarError as error:
-        raise ValueError(f"{path} cannot be read as a tar file ({error}); copy or make it again") from error
+        raise ValueError(f"{path} cannot be read as a tar file ({error}); copy or create it again") from error
     if end != bytes(BLOCK):  # tarfile takes a damaged header for the end
-        raise ValueError(f"{path} is cut or damaged at byte {archive.offset:,}; copy or make it again")
+        raise ValueError(f"{path} is truncated or damaged at byte {archive.offset:,}; copy or create it again")
 
 
 def _label(path: Path, file: int, member: tarfile.TarInfo, classes: int) -> int:
@@ -133,9 +136,9 @@ def _label(path: Path, file: int, member: tarfile.TarInfo, classes: int) -> int:
 
 
 def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> None:
-    """Write the images of a source into shards of ``per_shard``, in its order and as they are.
+    """Write the images of a source into shards of ``per_shard``, in its order and with their bytes unchanged.
 
-    The classes are written last: a folder in which they are missing was not finished.
+    The classes are written last: a folder without them is incomplete.
     """
     folder = Path(folder)
     if per_shard < 1:
@@ -143,13 +146,13 @@ def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> N
     if folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove what is in it")
     if odd := [name for name in source.classes if len(name.splitlines()) != 1]:
-        raise ValueError(f"{CLASSES} has a class a line, which {odd[0]!r} does not suit; rename it")
+        raise ValueError(f"{CLASSES} has one class per line, but {odd[0]!r} is not one line; rename it")
     ensure_writable(folder)
     for number, first in enumerate(range(0, len(source), per_shard)):
         with atomic_write(folder / f"{number:06}.tar") as temporary, tarfile.open(temporary, "w") as archive:
             for index in range(first, min(first + per_shard, len(source))):
-                ending = os.path.splitext(source.name(index))[1].lower()
-                _add(archive, f"{index:08}{ending}", source.read(index))
+                suffix = os.path.splitext(source.name(index))[1].lower()
+                _add(archive, f"{index:08}{suffix}", source.read(index))
                 _add(archive, f"{index:08}.cls", str(int(source.labels[index])).encode())
     with atomic_write(folder / CLASSES) as temporary:
         temporary.write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")

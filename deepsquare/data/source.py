@@ -1,4 +1,4 @@
-"""What a source of images is, whatever way they lie on the disk."""
+"""The interface of a source of images, however they are stored."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-IMAGE_SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".ppm",
-    ".bmp",
-    ".pgm",
-    ".tif",
-    ".tiff",
-    ".webp",
-)  # torchvision's ImageFolder's
+# Those of torchvision's ImageFolder.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class Source(ABC):
-    """Encoded images with their classes, read by index; it holds no open file, so processes may share it."""
+    """Encoded images with labels, read by index; it holds no open file, so processes can share it."""
 
     classes: tuple[str, ...]
     labels: Tensor  # (N,) int64
@@ -33,15 +24,15 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The image's file, as it is."""
+        """The bytes of the image's file."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where the image is, to name it in a message."""
+        """The image's path, for messages."""
 
 
 class FileNames:
-    """File names in one block of bytes: worker processes share it, where a list of a million strings is copied."""
+    """File names in one block of bytes, which worker processes share; a list of a million strings would be copied."""
 
     def __init__(self, names: Iterable[str]) -> None:
         encoded = [os.fsencode(name) for name in names]
@@ -53,7 +44,7 @@ class FileNames:
 
 
 def is_image(name: str) -> bool:
-    """Whether the ending of a file's name is one of a image's."""
+    """Whether a file name has the suffix of an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 

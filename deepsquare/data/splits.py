@@ -1,4 +1,4 @@
-"""Opens a folder with ``train`` and ``val``, each of class folders or of shards."""
+"""Opens the splits of a data set, each made of class folders or of shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_source(path: str | Path, split: str) -> Source:
     """The images of a split.
 
     Args:
-        path: holds a folder for each split, with class folders in it, or with shards (``*.tar``) and ``classes.txt``.
+        path: a folder with one folder per split, which has class folders, or shards (``*.tar``) and ``classes.txt``.
         split: ``train`` or ``val``.
     """
     path = Path(path).expanduser()
@@ -30,29 +30,32 @@ def open_source(path: str | Path, split: str) -> Source:
     shards = [name for name in files if name.lower().endswith(".tar")]
     if folders and shards:
         raise ValueError(
-            f"{folder} has both folders ({some(folders)}) and shards ({some(shards)}); expected one of them: move the "
-            "others away"
+            f"{folder} has both folders ({some(folders)}) and shards ({some(shards)}); expected only one kind: move "
+            "the other away"
         )
     if shards:
         return ShardSource(folder, shards)
     if folders:
         return FolderSource(folder, folders)
     images = [name for name in files if is_image(name)]
-    found = f"{len(images):,} images directly in it ({some(images, 2)})" if images else some(files)
+    present = f"{len(images):,} images directly in it ({some(images, 2)})" if images else some(files)
     raise FileNotFoundError(
-        f"{folder} has no class folders and no shards: found {found}. Expected a folder for each class with its "
+        f"{folder} has no class folders and no shards: found {present}. Expected a folder for each class with its "
         "images in it, or *.tar files"
     )
 
 
 def check_same_classes(train: Source, val: Source) -> None:
-    """A label must mean the same class in both."""
+    """Raise ValueError unless a label means the same class in both splits."""
     if train.classes == val.classes:
         return
     only = [
-        f"only in {name}: {some(sorted(set(one.classes) - set(other.classes)))}"
-        for name, one, other in (("train", train, val), ("val", val, train))
-        if set(one.classes) - set(other.classes)
+        f"only in {name}: {some(sorted(extra))}"
+        for name, extra in (
+            ("train", set(train.classes) - set(val.classes)),
+            ("val", set(val.classes) - set(train.classes)),
+        )
+        if extra
     ]
     raise ValueError(
         f"train has {len(train.classes)} classes and val {len(val.classes)}, and they are not the same: "
@@ -61,17 +64,17 @@ def check_same_classes(train: Source, val: Source) -> None:
 
 
 def _listed(folder: Path) -> tuple[list[str], list[str]]:
-    """The names of folders and of files, sorted, without the hidden ones."""
+    """The sorted names of folders and of files, without hidden ones."""
     with os.scandir(folder) as entries:
-        shown = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
-    return [name for name, is_folder in shown if is_folder], [name for name, is_folder in shown if not is_folder]
+        listed = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+    return [name for name, is_folder in listed if is_folder], [name for name, is_folder in listed if not is_folder]
 
 
 def _no_split(path: Path, split: str) -> OSError:
     if not path.exists():
         return FileNotFoundError(f"{path} does not exist; give the folder that holds train and val")
     if not path.is_dir():
-        return NotADirectoryError(f"{path} is a file; give the folder that holds train and val, unpacked if need be")
+        return NotADirectoryError(f"{path} is a file; give the folder that holds train and val, unpacked if necessary")
     folders, files = _listed(path)
     hint = ""
     if path.name in (*SPLITS, split):

@@ -1,7 +1,7 @@
-"""Images by libjpeg-turbo (simplejpeg) and PyTorch's vectorised resizing; Pillow reads what is no common JPEG.
+"""Decoding by libjpeg-turbo (simplejpeg) and PyTorch's vectorized resizing; Pillow reads all but common JPEGs.
 
-A image much larger than what is shown of it is decoded at half, a quarter or an eighth of its size, which costs
-the decoder less; what is left for the resizing is still at least ``MARGIN`` times as large as the result.
+An image much larger than its result is decoded at half, a quarter or an eighth of its size, which costs the decoder
+less; what remains is still at least ``MARGIN`` times as large as the result.
 """
 
 from __future__ import annotations
@@ -15,47 +15,45 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepsquare.data.pil import PIXELS, CropFor, Pixels, open_image
+from deepsquare.data.pil import MAX_PIXELS, CropFor, Pixels, open_image
 from deepsquare.data.transforms import CropParams
 
 MARGIN = 1.5  # with 1, images differ from torchvision's by up to 2.7 levels on average, with this by 0.8
-COLOURS = ("YCbCr", "Gray", "RGB")  # from which libjpeg makes RGB; not from CMYK
+COLORSPACES = ("YCbCr", "Gray", "RGB")  # that libjpeg converts to RGB; not CMYK
 
 
 def decode(data: bytes, crop_for: CropFor, out: Pixels) -> None:
-    """Decode a image and write what is planned for its size into ``out``."""
+    """Decode an image and write its crop into ``out``; ``crop_for`` gets the image's width and height."""
     size = _jpeg_size(data)
     if size is None:
         pixels, factor = np.array(open_image(data)), 1
-        crop_params = crop_for(pixels.shape[1], pixels.shape[0])
+        crop = crop_for(pixels.shape[1], pixels.shape[0])
     else:
-        crop_params = crop_for(*size)
-        pixels, factor = _decoded(data, *size, _factor(crop_params))
-    resized = _resized(pixels, crop_params) if factor == 1 else _resized_by(factor, pixels, crop_params)
-    left, top = crop_params.corner
-    shown = resized[top : top + len(out), left : left + len(out)]
-    torch.from_numpy(out).copy_(
-        shown.flip(1) if crop_params.box.flip else shown
-    )  # 10 times as fast as NumPy's [:, ::-1]
+        crop = crop_for(*size)
+        pixels, factor = _decode_reduced(data, *size, _reduction(crop))
+    resized = _resize(pixels, crop) if factor == 1 else _resize_reduced(pixels, crop, factor)
+    left, top = crop.corner
+    result = resized[top : top + len(out), left : left + len(out)]
+    torch.from_numpy(out).copy_(result.flip(1) if crop.flip else result)  # 10 times as fast as NumPy's [:, ::-1]
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a JPEG that libjpeg turns into RGB."""
+    """Width and height of a JPEG that libjpeg converts to RGB."""
     try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return (width, height) if colours in COLOURS and width * height <= PIXELS else None
+    return (width, height) if colorspace in COLORSPACES and width * height <= MAX_PIXELS else None
 
 
-def _factor(crop_params: CropParams) -> int:
-    """By how much smaller the image can be decoded."""
-    spare = min(crop_params.box.width / crop_params.resized[0], crop_params.box.height / crop_params.resized[1])
-    return max(factor for factor in (1, 2, 4, 8) if factor == 1 or MARGIN * factor <= spare)
+def _reduction(crop: CropParams) -> int:
+    """The factor by which the image can be decoded smaller."""
+    ratio = min(crop.width / crop.resized[0], crop.height / crop.resized[1])
+    return max(factor for factor in (1, 2, 4, 8) if factor == 1 or MARGIN * factor <= ratio)
 
 
-def _decoded(data: bytes, width: int, height: int, factor: int) -> tuple[Pixels, int]:
-    """The pixels and by how much they are fewer; Pillow decides on what the decoder complains about."""
+def _decode_reduced(data: bytes, width: int, height: int, factor: int) -> tuple[Pixels, int]:
+    """The pixels and the factor that was applied; Pillow decides on files that the decoder rejects."""
     least = {"min_width": -(-width // factor), "min_height": -(-height // factor), "min_factor": factor}
     try:
         return simplejpeg.decode_jpeg(data, **least), factor
@@ -63,19 +61,17 @@ def _decoded(data: bytes, width: int, height: int, factor: int) -> tuple[Pixels,
         return np.array(open_image(data)), 1
 
 
-def _resized(pixels: Pixels, crop_params: CropParams) -> Tensor:
-    left, top, width, height, _ = crop_params.box
-    part = torch.from_numpy(pixels)[top : top + height, left : left + width]
-    planes = part[None].permute(0, 3, 1, 2)
-    return F.interpolate(planes, crop_params.resized[::-1], mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+def _resize(pixels: Pixels, crop: CropParams) -> Tensor:
+    box = torch.from_numpy(pixels)[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
+    planes = box[None].permute(0, 3, 1, 2)
+    return F.interpolate(planes, crop.resized[::-1], mode="bilinear", antialias=True)[0].permute(1, 2, 0)
 
 
-def _resized_by(factor: int, pixels: Pixels, crop_params: CropParams) -> Tensor:
-    """The same from a smaller image, where the box has fractions of pixels, which Pillow knows."""
-    box = crop_params.box
-    edges = (box.left, box.top, box.left + box.width, box.top + box.height)
+def _resize_reduced(pixels: Pixels, crop: CropParams, factor: int) -> Tensor:
+    """The same from a reduced image, in which the box has fractional edges, which Pillow supports."""
+    edges = (crop.left, crop.top, crop.left + crop.width, crop.top + crop.height)
     left, top, right, bottom = (edge / factor for edge in edges)
     x, y = math.floor(left), math.floor(top)
     part = Image.fromarray(pixels[y : math.ceil(bottom), x : math.ceil(right)])
-    place = (left - x, top - y, right - x, bottom - y)
-    return torch.from_numpy(np.array(part.resize(crop_params.resized, Image.Resampling.BILINEAR, box=place)))
+    box = (left - x, top - y, right - x, bottom - y)
+    return torch.from_numpy(np.array(part.resize(crop.resized, Image.Resampling.BILINEAR, box=box)))

@@ -1,23 +1,25 @@
-"""Training: a recipe, the loop that follows it, on one process or many, and checkpoints to go on from."""
+"""Training: recipes, the loop that follows them in one process or many, and checkpoints to resume from."""
 
+from deepsquare.training.config import LoaderConfig, TrainerConfig
 from deepsquare.training.distributed import DistributedContext, init_distributed
 from deepsquare.training.loop import Batches, DivergedError, Evaluation, History, StoppedError, evaluate, fit
 from deepsquare.training.recipe import CifarRecipe, ImageNetRecipe, Recipe
-from deepsquare.training.trainer import Engine, Trainer
+from deepsquare.training.trainer import Trainer
 
 __all__ = [
     "Batches",
     "CifarRecipe",
     "DistributedContext",
     "DivergedError",
-    "Engine",
     "Evaluation",
     "History",
     "ImageNetRecipe",
+    "LoaderConfig",
     "Recipe",
     "StoppedError",
     "Trainer",
+    "TrainerConfig",
     "evaluate",
     "fit",
     "init_distributed",
-]  # fmt: skip
+]

@@ -1,4 +1,4 @@
-"""The training loop: epochs of steps, evaluation, checkpoints, and an end when the loss has lost its way."""
+"""The training loop: epochs of steps, evaluation, checkpoints, and a stop when the run diverges."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from deepsquare.results import round_for_json
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
 from deepsquare.training.state import load_progress, save_progress
-from deepsquare.training.trainer import Engine, Trainer
+from deepsquare.training.trainer import Trainer
 
 logger = logging.getLogger("deepsquare")
-PATIENCE = 3  # epochs in a row after the warm-up that may be no better than a guess, before a run counts as diverged
+PATIENCE = 3  # consecutive bad epochs after the warm-up, no better than chance, until a run counts as diverged
 Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 class Batches(Protocol):
-    """Training data: a number of batches per epoch, and the batches of each epoch, always the same ones."""
+    """Training data: the number of batches per epoch, and the batches of each epoch, the same in every call."""
 
     def __len__(self) -> int: ...
 
@@ -43,7 +43,7 @@ class Batches(Protocol):
 
 @dataclass
 class History:
-    """What a run showed, one value per epoch; loss, accuracy and top5 are the evaluation's, ema the average's."""
+    """The metrics of a run, one value per epoch; loss, accuracy and top5 of the evaluation, ema the EMA's accuracy."""
 
     train_loss: list[float] = field(default_factory=list)
     train_accuracy: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class History:
     accuracy: list[float] = field(default_factory=list)
     top5: list[float] = field(default_factory=list)
     ema: list[float] = field(default_factory=list)
-    correct: str = ""  # which images of the last evaluation were right, as pack_bits writes them
+    correct: str = ""  # which images of the last evaluation were classified correctly, by pack_bits
     seconds: float = 0.0
 
     @property
@@ -60,10 +60,9 @@ class History:
         return len(self.train_loss)
 
     def metrics(self, diverged: str | None = None) -> dict[str, Any]:
-        """What a row stores of it: the final values, and the curves."""
-        final: dict[str, Any] = {
-            name: values[-1] for name, values in (("top5", self.top5), ("ema", self.ema)) if values
-        }
+        """The metrics of a row: the final values, and the curves."""
+        final: dict[str, Any] = {"accuracy": self.accuracy[-1] if self.accuracy else None}
+        final |= {name: values[-1] for name, values in (("top5", self.top5), ("ema", self.ema)) if values}
         if self.correct:
             final["correct"] = self.correct
         curves = {
@@ -72,35 +71,39 @@ class History:
             "test_loss": self.loss,
             "test_accuracy": self.accuracy,
         }
-        rounded = {name: round_for_json(curve, 5) for name, curve in curves.items()}
-        return {"accuracy": self.accuracy[-1] if self.accuracy else None, **final, "diverged": diverged, **rounded}
+        return {**final, "diverged": diverged, **{name: round_for_json(curve, 5) for name, curve in curves.items()}}
 
 
 @dataclass
 class EpochMetrics:
-    """The steps of an epoch so far: loss and right answers summed over the images that counted."""
+    """The steps of an epoch so far: loss and correct answers, summed over the images that could be decoded."""
 
     steps: int = 0
     loss: float = 0.0
-    right: float = 0.0
+    correct: float = 0.0
     images: float = 0.0
     classes: int = 1
 
     @property
     def mean_loss(self) -> float:
-        """Of an image."""
+        """Per image."""
         return self.loss / max(self.images, 1)
 
     @property
     def accuracy(self) -> float:
-        """While training."""
-        return self.right / max(self.images, 1)
+        """On the training batches, before each step."""
+        return self.correct / max(self.images, 1)
+
+    @property
+    def chance_loss(self) -> float:
+        """The loss of equal probabilities for all classes."""
+        return math.log(self.classes)
 
 
 class EvalMetrics(NamedTuple):
-    """What a model showed on images: the mean loss, and the share of right answers, first and among five.
+    """Mean loss, top-1 and top-5 accuracy on a set of images.
 
-    ``overflows`` counts the images without a finite loss; ``correct`` has one truth value per image, in their order.
+    ``overflows`` counts the images without a finite loss; ``correct`` has one boolean per image, in their order.
     """
 
     loss: float
@@ -115,7 +118,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class DivergedError(ArithmeticError):
-    """The loss is not finite, or stayed above the loss of a guess; ``history`` holds what came before."""
+    """The loss is not finite, or stayed above chance level; ``history`` holds the epochs before."""
 
     def __init__(self, message: str, history: History) -> None:
         super().__init__(message)
@@ -123,7 +126,38 @@ class DivergedError(ArithmeticError):
 
 
 class StoppedError(Exception):
-    """The run was asked to stop, and did so after writing a checkpoint."""
+    """The run stopped on request, after writing a checkpoint."""
+
+
+class _Run:
+    """A trainer with the progress of its run, which checkpoints store and restore."""
+
+    def __init__(self, trainer: Trainer, recipe: Recipe, identity: str, path: Path | None) -> None:
+        self.trainer, self.recipe, self.identity, self.path = trainer, recipe, identity, path
+        self.history, self.epoch_metrics, self.bad_epochs = History(), EpochMetrics(), 0
+        if path is not None and path.exists():
+            progress = load_progress(path, trainer, identity, recipe)
+            self.history = History(**progress["history"])
+            self.epoch_metrics = EpochMetrics(**progress["epoch_metrics"])
+            self.bad_epochs = progress["bad_epochs"]
+        self.counted_until = self.saved_at = time.perf_counter()
+
+    def save(self) -> None:
+        """Update the elapsed time, and write a checkpoint if there is a path."""
+        now = time.perf_counter()
+        self.history.seconds, self.counted_until = self.history.seconds + now - self.counted_until, now
+        if self.path is not None:
+            progress = {
+                "identity": self.identity,
+                "history": asdict(self.history),
+                "epoch_metrics": asdict(self.epoch_metrics),
+                "bad_epochs": self.bad_epochs,
+            }
+            save_progress(self.path, self.trainer, self.recipe, progress)
+            self.saved_at = time.perf_counter()
+
+
+OnStep = Callable[[int, EpochMetrics, float], None]  # epoch, metrics so far, learning rate
 
 
 def fit(
@@ -136,122 +170,110 @@ def fit(
     checkpoint_interval: float = math.inf,
     identity: str = "",
     on_epoch: Callable[[History], None] = lambda history: None,
-    on_step: Callable[[int, EpochMetrics, float], None] = lambda epoch, epoch_metrics, lr: None,
+    on_step: OnStep = lambda epoch, epoch_metrics, lr: None,
     stop: Callable[[], bool] = lambda: False,
     judge_end: bool = True,
 ) -> History:
-    """Train a model in place by the recipe, or a learner as its engine says, and return the history.
+    """Train a model in place by the recipe, with the default config unless it comes in a Trainer.
 
-    With a ``checkpoint`` path every epoch is kept there, and within an epoch every ``checkpoint_interval`` seconds. A run of the
-    same ``identity`` goes on from it: on one machine with the same number of threads it ends with the same weights as
-    one that was not stopped. When ``stop`` says yes after a step, a checkpoint is written and StoppedError raised.
-    A loss no better than a guess over some epochs after the warm-up is divergence; with ``judge_end``, at the end so is
-    one.
+    Args:
+        trainer: the model, or a Trainer with it.
+        batches: training data.
+        recipe: number of epochs and learning rates.
+        evaluation: yields the batches of the evaluation after each epoch.
+        checkpoint: file that is written after every epoch. If it exists, the run resumes from it: on the same machine
+            with the same number of threads it ends with the same weights as a run that was not stopped.
+        checkpoint_interval: seconds after which the checkpoint is also written within an epoch.
+        identity: stored in the checkpoint; one of another identity or recipe is refused.
+        on_epoch: called after every epoch.
+        on_step: called after every step.
+        stop: polled after every step; if true, a checkpoint is written and StoppedError raised.
+        judge_end: whether a last epoch no better than chance counts as divergence. Otherwise it takes several
+            consecutive epochs after the warm-up.
     """
     if not len(batches):
-        raise ValueError("an epoch has no batches; expected at least one: a smaller batch, or more data")
+        raise ValueError("an epoch has no batches; expected at least one: choose a smaller batch, or more data")
     tune_malloc()
     if not isinstance(trainer, Trainer):
-        trainer = Trainer(trainer, recipe, Engine())
-    distributed, history, epoch_metrics, bad_epochs = trainer.engine.distributed, History(), EpochMetrics(), 0
-    place = None if checkpoint is None else Path(checkpoint)
-    if place is not None and place.exists():
-        progress = load_progress(place, trainer, identity, recipe)
-        history, epoch_metrics, bad_epochs = (
-            History(**progress["history"]),
-            EpochMetrics(**progress["epoch_metrics"]),
-            progress["bad_epochs"],
-        )
-    since = kept = time.perf_counter()
-
-    def keep() -> None:
-        nonlocal since, kept
-        history.seconds, since = history.seconds + time.perf_counter() - since, time.perf_counter()
-        if place is not None:
-            progress = {
-                "identity": identity,
-                "history": asdict(history),
-                "epoch_metrics": asdict(epoch_metrics),
-                "bad_epochs": bad_epochs,
-            }
-            save_progress(place, trainer, recipe, progress)
-            kept = time.perf_counter()
-
+        trainer = Trainer(trainer, recipe)
+    run = _Run(trainer, recipe, identity, None if checkpoint is None else Path(checkpoint))
+    history = run.history
     while history.epochs < recipe.epochs:
-        epoch, count = history.epochs, len(batches)
-        with closing(
-            batches.epoch(epoch, epoch_metrics.steps)
-        ) as given:  # an error's traceback would keep its workers alive
-            for images, labels in given:
-                lr = recipe.lr_at(epoch + (epoch_metrics.steps + 1) / count)
-                due = distributed.is_main_process and time.perf_counter() - kept > checkpoint_interval
-                try:
-                    asked, late = step(trainer, images, labels, lr, epoch_metrics, stop(), due)
-                except NotFiniteError as error:
-                    reason = f"epoch {epoch + 1}: {error}; try a lower lr or a longer warm-up"
-                    raise DivergedError(reason, history) from error
-                on_step(epoch, epoch_metrics, lr)
-                if asked or late:
-                    keep()
-                if asked:
-                    raise StoppedError(f"stopped after step {epoch_metrics.steps} of {count} in epoch {epoch + 1}")
-        bad_epochs = (
-            bad_epochs + 1
-            if epoch >= recipe.warmup and epoch_metrics.mean_loss >= math.log(epoch_metrics.classes)
-            else 0
-        )
-        _conclude(trainer, evaluation, history, epoch_metrics)
-        if bad_epochs >= PATIENCE or (judge_end and bad_epochs and history.epochs == recipe.epochs):
-            guess = math.log(epoch_metrics.classes)
-            reason = (
-                f"epoch {history.epochs}: the loss was {epoch_metrics.mean_loss:.3g}, that of a guess is {guess:.3g}"
+        _train_epoch(run, batches, checkpoint_interval, on_step, stop)
+        metrics = run.epoch_metrics
+        bad = history.epochs >= recipe.warmup and metrics.mean_loss >= metrics.chance_loss
+        run.bad_epochs = run.bad_epochs + 1 if bad else 0
+        _evaluate_epoch(trainer, evaluation, history, metrics)
+        if run.bad_epochs >= PATIENCE or (judge_end and bad and history.epochs == recipe.epochs):
+            raise DivergedError(
+                f"epoch {history.epochs}: the loss is {metrics.mean_loss:.3g}, no better than chance "
+                f"({metrics.chance_loss:.3g}); try a lower lr",
+                history,
             )
-            raise DivergedError(f"{reason}; try a lower lr", history)
-        epoch_metrics = EpochMetrics()
-        keep()
+        run.epoch_metrics = EpochMetrics()
+        run.save()
         on_epoch(history)
-        if history.epochs < recipe.epochs and any(distributed.all_reduce_sum([stop()])):
+        if history.epochs < recipe.epochs and any(trainer.distributed.all_reduce_sum([stop()])):
             raise StoppedError(f"stopped after epoch {history.epochs}")
     return history
+
+
+def _train_epoch(
+    run: _Run, batches: Batches, checkpoint_interval: float, on_step: OnStep, stop: Callable[[], bool]
+) -> None:
+    """The steps of an epoch, or the remaining ones of a resumed epoch."""
+    metrics, epoch, is_main_process = run.epoch_metrics, run.history.epochs, run.trainer.distributed.is_main_process
+    with closing(batches.epoch(epoch, metrics.steps)) as remaining:  # an error's traceback would keep its workers alive
+        for images, labels in remaining:
+            lr = run.recipe.lr_at(epoch + (metrics.steps + 1) / len(batches))
+            due = is_main_process and time.perf_counter() - run.saved_at > checkpoint_interval
+            try:
+                stopping, due = step(run.trainer, images, labels, lr, metrics, stop(), due)
+            except NotFiniteError as error:
+                message = f"epoch {epoch + 1}: {error}; try a lower lr or a longer warm-up"
+                raise DivergedError(message, run.history) from error
+            on_step(epoch, metrics, lr)
+            if stopping or due:
+                run.save()
+            if stopping:
+                raise StoppedError(f"stopped after step {metrics.steps} of {len(batches)} in epoch {epoch + 1}")
 
 
 def step(
     trainer: Trainer, images: Tensor, labels: Tensor, lr: float, epoch_metrics: EpochMetrics, *flags: bool
 ) -> list[bool]:
-    """One step of the whole team, added to the tally; of the flags, those that any process has raised.
+    """One optimizer step of all processes, added to the metrics; returns each flag or-ed over the processes.
 
     A loss that is not finite raises :class:`NotFiniteError` on every process, before it reaches the weights.
     """
     *sums, epoch_metrics.classes = trainer.forward_backward(images, labels)
-    loss, right, counted, *raised = trainer.engine.distributed.all_reduce_sum([*sums, *flags])
+    loss, correct, count, *raised = trainer.distributed.all_reduce_sum([*sums, *flags])
     epoch_metrics.steps += 1
     if not math.isfinite(loss):
         raise NotFiniteError(f"the loss is {loss} at step {epoch_metrics.steps}, lr {lr:.3g}")
     trainer.optimizer_step(lr)
-    epoch_metrics.loss, epoch_metrics.right, epoch_metrics.images = (
-        epoch_metrics.loss + loss,
-        epoch_metrics.right + right,
-        epoch_metrics.images + counted,
-    )
+    epoch_metrics.loss += loss
+    epoch_metrics.correct += correct
+    epoch_metrics.images += count
     return [flag > 0 for flag in raised]
 
 
-def _conclude(trainer: Trainer, evaluation: Evaluation, history: History, epoch_metrics: EpochMetrics) -> None:
-    """Evaluate after an epoch, and add it to the history."""
-    distributed = trainer.engine.distributed
-    shown = evaluate(trainer.model, evaluation(), distributed=distributed, logits=trainer.logits)
+def _evaluate_epoch(trainer: Trainer, evaluation: Evaluation, history: History, epoch_metrics: EpochMetrics) -> None:
+    """Evaluate the model and its EMA after an epoch, and append the metrics to the history."""
+    distributed = trainer.distributed
+    metrics = evaluate(trainer.model, evaluation(), distributed=distributed, logits=trainer.logits)
     history.train_loss.append(epoch_metrics.mean_loss)
     history.train_accuracy.append(epoch_metrics.accuracy)
-    history.loss.append(shown.loss)
-    history.accuracy.append(shown.accuracy)
-    history.top5.append(shown.top5)
-    history.correct = pack_bits(shown.correct)
-    if shown.overflows and distributed.is_main_process:
-        # No divergence: running statistics lag behind the weights, and every square after them squares the error.
-        logger.warning("epoch %d: %d images have no finite loss in the evaluation", history.epochs, shown.overflows)
+    history.loss.append(metrics.loss)
+    history.accuracy.append(metrics.accuracy)
+    history.top5.append(metrics.top5)
+    history.correct = pack_bits(metrics.correct)
+    if metrics.overflows and distributed.is_main_process:
+        # Not a divergence: running statistics lag behind the weights, and every square after them squares the error.
+        logger.warning("epoch %d: %d images have no finite loss in the evaluation", history.epochs, metrics.overflows)
     if trainer.ema is not None:
-        averaged = partial(trainer.logits, averaged=True)
-        history.ema.append(evaluate(trainer.ema, evaluation(), distributed=distributed, logits=averaged).accuracy)
+        logits = partial(trainer.logits, ema=True)
+        history.ema.append(evaluate(trainer.ema, evaluation(), distributed=distributed, logits=logits).accuracy)
 
 
 @torch.inference_mode()
@@ -262,51 +284,48 @@ def evaluate(
     distributed: DistributedContext = SINGLE_PROCESS,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> EvalMetrics:
-    """Loss and accuracies over the batches of all processes, the model in eval mode and then back.
+    """Loss and accuracies over the batches of all processes, in eval mode; the model's mode is restored.
 
-    An image that could not be read has no part in the loss, and counts as answered wrong; so does one whose logits are
-    not numbers.
+    An image that could not be decoded is left out of the loss and counts as misclassified; so does one whose logits
+    contain NaN.
     """
     training = model.training
     model.eval()
-    total, read, right, among, seen, overflows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    answers: list[Tensor] = []
+    sums = torch.zeros(6, dtype=torch.float64)  # loss, decoded images, top-1, top-5, all images, overflows
+    hits: list[Tensor] = []
     for images, labels in batches:
-        said = (logits or model)(images)
-        labels = labels.to(said.device)
-        losses = F.cross_entropy(said, labels, reduction="none", ignore_index=NO_LABEL)
-        total, overflows = total + losses.sum().item(), overflows + int((~losses.isfinite()).sum())
-        told = labels.where(~said.isnan().any(1), NO_LABEL)
-        hits = said.topk(min(5, said.shape[1])).indices == told[:, None]
-        read, seen = read + int((labels != NO_LABEL).sum()), seen + len(labels)
-        answers.append((said.argmax(1) == told).cpu())
-        right, among = right + int(answers[-1].sum()), among + int(hits.sum())
+        outputs = (logits or model)(images)
+        labels = labels.to(outputs.device)
+        losses = F.cross_entropy(outputs, labels, reduction="none", ignore_index=NO_LABEL)
+        targets = labels.where(~outputs.isnan().any(1), NO_LABEL)
+        top5 = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
+        hits.append((outputs.argmax(1) == targets).cpu())
+        counts = ((labels != NO_LABEL).sum(), hits[-1].sum(), top5.sum(), len(labels), (~losses.isfinite()).sum())
+        sums += torch.tensor([losses.sum().item(), *map(int, counts)], dtype=torch.float64)
     model.train(training)
-    total, read, right, among, seen, overflows = distributed.all_reduce_sum(
-        [total, read, right, among, seen, overflows]
-    )
-    if not seen:
-        raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator gives them once)")
-    if not read:
-        raise ValueError(f"none of the {seen:.0f} images to evaluate on can be read; fetch them again")
-    correct = torch.empty(round(seen), dtype=torch.bool)
-    for rank, own in enumerate(distributed.all_gather(torch.cat(answers) if answers else None)):
-        if own is not None:  # else a process without images
-            correct[rank :: distributed.world_size] = own
-    return EvalMetrics(total / read, right / seen, among / seen, round(overflows), correct)
+    loss, decoded, top1_hits, top5_hits, count, overflows = distributed.all_reduce_sum(sums.tolist())
+    if not count:
+        raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator yields them once)")
+    if not decoded:
+        raise ValueError(f"none of the {count:.0f} images to evaluate on can be decoded; fetch them again")
+    correct = torch.empty(round(count), dtype=torch.bool)
+    for rank, shard in enumerate(distributed.all_gather(torch.cat(hits) if hits else None)):
+        if shard is not None:  # else a process without images
+            correct[rank :: distributed.world_size] = shard
+    return EvalMetrics(loss / decoded, top1_hits / count, top5_hits / count, round(overflows), correct)
 
 
 @cache
 def tune_malloc() -> bool:
-    """Have the C library keep freed memory instead of giving it back and faulting it in again at every step.
+    """Make malloc keep freed memory instead of returning it to the system and faulting it in again at every step.
 
-    Whether it could be set: glibc only; elsewhere nothing is changed.
+    Returns whether it could be set: on glibc only.
     """
-    trim_threshold, mmap_threshold, most, half_heap = -1, -3, 2**31 - 1, 32 * 2**20  # of malloc.h
+    trim_threshold, mmap_threshold, maximum, half_heap = -1, -3, 2**31 - 1, 32 * 2**20  # of malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    # Some versions of glibc take no more than half a heap.
-    mapped = mallopt(mmap_threshold, most) or mallopt(mmap_threshold, half_heap)
-    return bool(mapped and mallopt(trim_threshold, most))
+    # Some versions of glibc accept at most half a heap.
+    mapped = mallopt(mmap_threshold, maximum) or mallopt(mmap_threshold, half_heap)
+    return bool(mapped and mallopt(trim_threshold, maximum))

@@ -1,4 +1,4 @@
-"""What a person sees of a training run: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from deepsquare.training import History, Recipe
-from deepsquare.training.loop import EpochMetrics
+from deepsquare.training.loop import EpochMetrics, History
+from deepsquare.training.recipe import Recipe
 
-LINE_EVERY = 60  # seconds, where there is no terminal
+LINE_INTERVAL = 60  # seconds, without a terminal
 
 
 class TrainingProgress:
-    """Epoch, loss, images per second and the time left; silent unless ``speaks``."""
+    """Epoch, loss, images per second and remaining time; prints nothing unless ``enabled``."""
 
-    def __init__(self, recipe: Recipe, steps: int, speaks: bool) -> None:
-        self.console = Console(stderr=True, quiet=not speaks)
+    def __init__(self, recipe: Recipe, steps: int, enabled: bool) -> None:
+        self.console = Console(stderr=True, quiet=not enabled)
         self.recipe, self.steps = recipe, steps
         self._timed = 0
-        self._since = self._said = time.perf_counter()
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[shown]}"))
+        self._since = self._printed_at = time.perf_counter()
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
         self._bar = Progress(*columns, console=self.console, transient=True)
-        self._task = self._bar.add_task("", total=recipe.epochs * steps, shown="")
+        self._task = self._bar.add_task("", total=recipe.epochs * steps, status="")
 
     def __enter__(self) -> TrainingProgress:
         if self.console.is_terminal:
@@ -37,34 +37,34 @@ class TrainingProgress:
             self._bar.stop()
 
     def step(self, epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
-        """A step of an epoch, counted from 0, was done."""
+        """Report a step of an epoch, counted from 0."""
         now = time.perf_counter()
-        if not self._timed:  # the first step of a process tells nothing about speed
+        if not self._timed:  # the first step includes one-time costs
             self._since = now
         self._timed += 1
         speed = (self._timed - 1) * self.recipe.batch_size / max(now - self._since, 1e-9)
         done = epoch * self.steps + epoch_metrics.steps
-        shown = f"loss {epoch_metrics.mean_loss:.3f}, lr {lr:.3g}"
+        status = f"loss {epoch_metrics.mean_loss:.3f}, lr {lr:.3g}"
         if speed:
-            left = (self.recipe.epochs * self.steps - done) * self.recipe.batch_size / speed
-            shown += f", {speed:.0f} images/s, {_time(left)} left"
-        where = f"epoch {epoch + 1}/{self.recipe.epochs}, step {epoch_metrics.steps}/{self.steps}"
+            remaining = (self.recipe.epochs * self.steps - done) * self.recipe.batch_size / speed
+            status += f", {speed:.0f} images/s, {_time(remaining)} left"
+        position = f"epoch {epoch + 1}/{self.recipe.epochs}, step {epoch_metrics.steps}/{self.steps}"
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=done, description=where, shown=shown)
-        elif now - self._said > LINE_EVERY:
-            self._said = now
-            self._say(f"{where}: {shown}")
+            self._bar.update(self._task, completed=done, description=position, status=status)
+        elif now - self._printed_at > LINE_INTERVAL:
+            self._printed_at = now
+            self._print(f"{position}: {status}")
 
     def epoch(self, history: History) -> None:
-        """An epoch was evaluated."""
-        averaged = f", averaged weights {history.ema[-1]:.2%}" if history.ema else ""
-        self._say(
+        """Report an evaluated epoch."""
+        ema = f", EMA {history.ema[-1]:.2%}" if history.ema else ""
+        self._print(
             f"epoch {history.epochs}/{self.recipe.epochs}: train loss {history.train_loss[-1]:.3f}, val loss "
-            f"{history.loss[-1]:.3f}, top-1 {history.accuracy[-1]:.2%}, top-5 {history.top5[-1]:.2%}{averaged}, "
-            f"{_time(history.seconds)} so far"
+            f"{history.loss[-1]:.3f}, top-1 {history.accuracy[-1]:.2%}, top-5 {history.top5[-1]:.2%}{ema}, "
+            f"{_time(history.seconds)} elapsed"
         )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""What decides a training run, beside the data and the seed."""
+"""Recipes: the hyperparameters that decide the result of a training run, together with the data and the seed."""
 
 from __future__ import annotations
 
@@ -6,32 +6,64 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
+import msgspec
 import torch
 from torch import nn
 
-Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is
+Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is expected
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """SGD with momentum; the rate rises linearly over the warm-up and falls by a cosine to zero."""
+def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values from a file to the types of a dataclass's fields; TypeError names the first that does not fit.
 
-    epochs: int
-    batch_size: int = 128
-    lr: float = 0.1  # the highest one
-    warmup: float = 1.0  # epochs
-    momentum: float = 0.9
-    nesterov: bool = True
-    weight_decay: float = 1e-4  # on every parameter, as torch.optim.SGD does it
+    An int may stand for a float and a list for a tuple, but a bool for neither, and a string for nothing else.
+    """
+    hints, types = get_type_hints(kind), {field.name: field.type for field in dataclasses.fields(kind)}
+    converted = {}
+    for name, value in values.items():
+        try:
+            converted[name] = msgspec.convert(value, hints[name], strict=True)
+        except msgspec.ValidationError as error:
+            raise TypeError(f"{name} is {value!r}; expected {types[name]}") from error
+    return converted
+
+
+class Validated:
+    """Base of dataclasses that check the types of their fields, and the values by ``_checks``."""
 
     def __post_init__(self) -> None:
-        _check_types(type(self), vars(self))
+        convert_fields(type(self), vars(self))
         for name, valid, expected in self._checks():
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
+
+    def _checks(self) -> Iterable[Check]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Recipe(Validated):
+    """SGD with momentum; the learning rate rises linearly during the warm-up and then decays by a cosine to zero.
+
+    Attributes:
+        epochs: number of epochs.
+        batch_size: images per step, over all processes.
+        lr: the highest learning rate.
+        warmup: epochs of warm-up.
+        momentum: of SGD.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: of every parameter, as in torch.optim.SGD.
+    """
+
+    epochs: int
+    batch_size: int = 128
+    lr: float = 0.1
+    warmup: float = 1.0
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 1e-4
 
     def _checks(self) -> Iterable[Check]:
         yield "epochs", self.epochs >= 1, "at least 1"
@@ -43,19 +75,19 @@ class Recipe:
         yield "weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"
 
     def lr_at(self, progress: float) -> float:
-        """The rate after ``progress`` epochs, which may be a fraction."""
+        """The learning rate after ``progress`` epochs, which may be a fraction."""
         if progress < self.warmup:
             return self.lr * progress / self.warmup
         if self.epochs == self.warmup:
             return self.lr
-        part = min((progress - self.warmup) / (self.epochs - self.warmup), 1.0)
-        return self.lr * (1 + math.cos(math.pi * part)) / 2
+        decayed = min((progress - self.warmup) / (self.epochs - self.warmup), 1.0)
+        return self.lr * (1 + math.cos(math.pi * decayed)) / 2
 
     def optimizer(self, model: nn.Module, *, scaled: bool = False) -> torch.optim.SGD:
-        """The optimiser of a model; the loop sets its rate at every step.
+        """The optimizer of a model; the training loop sets its learning rate at every step.
 
-        With ``scaled`` gradients it is not fused: when its very first step is skipped for a gradient that is not
-        finite, the fused one of torch 2.13 takes memory that was never written for its momentum.
+        With ``scaled`` gradients it is not fused: if the very first step is skipped because a gradient is not finite,
+        the fused optimizer of torch 2.13 reads uninitialized memory as its momentum.
         """
         options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": not scaled}
         return torch.optim.SGD(model.parameters(), self.lr, weight_decay=self.weight_decay, **options)
@@ -63,10 +95,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CifarRecipe(Recipe):
-    """The same on small images."""
+    """A recipe for small images.
 
-    pad: int = 4  # random crops from a border reflected by so many pixels
-    flip: bool = True  # from left to right, every second image
+    Attributes:
+        pad: width of the reflected border from which random crops are taken.
+        flip: whether to flip every second image horizontally.
+    """
+
+    pad: int = 4
+    flip: bool = True
 
     def _checks(self) -> Iterable[Check]:
         yield from super()._checks()
@@ -75,97 +112,67 @@ class CifarRecipe(Recipe):
 
 @dataclass(frozen=True)
 class ImageNetRecipe(Recipe):
-    """The paper's recipe for ImageNet (Section 5), for the model ``model`` equipped with ``spec``.
+    """The paper's recipe for ImageNet (Section 5).
 
-    NOTE not in paper: the ranges of area and aspect ratio of the random crops. They are torchvision's, which "the
-    standard ResNet data augmentation" usually means; images are enlarged or reduced with antialiasing.
+    NOTE not in paper: the ranges of area and aspect ratio of the random crops. They are torchvision's, the usual
+    meaning of "the standard ResNet data augmentation"; images are resized with antialiasing.
+
+    Attributes:
+        model: name of the base network.
+        spec: techniques that it is equipped with.
+        dropout: before the last FC; the model's default if None.
+        size: side of the training images.
+        crop_area: range of a random crop's share of the image's area.
+        crop_ratio: range of a random crop's width / height.
+        flip: whether to flip every second image horizontally.
+        eval_resize: shorter side of an evaluated image, before the center crop.
+        eval_size: side of the center crop.
+        start: checkpoint to fine-tune, of the base network or an equipped one.
     """
 
     epochs: int = 120
-    batch_size: int = 1024  # over all devices
+    batch_size: int = 1024
     lr: float = 0.4
     warmup: float = 5.0
     model: str = "resnet18"
     spec: str = ""
-    dropout: float | None = None  # before the last FC; the model's own if not given
-    size: int = 224  # of the images trained on
-    crop_area: tuple[float, float] = (0.08, 1.0)  # of the image
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of width and height
-    flip: bool = True  # from left to right, every second image
-    eval_resize: int = 256  # the shorter side, before the centre is cut out
+    dropout: float | None = None
+    size: int = 224
+    crop_area: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: bool = True
+    eval_resize: int = 256
     eval_size: int = 224
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    ema: float | None = None  # decay of an average of the weights
-    sync_bn: bool = False  # batch statistics over all processes instead of each one's own part
-    start: str | None = None  # a checkpoint to continue from: fine-tuning
+    start: str | None = None
 
     def _checks(self) -> Iterable[Check]:
         yield from super()._checks()
         yield "dropout", self.dropout is None or 0 <= self.dropout < 1, "0 ≤ dropout < 1"
         yield "size", self.size >= 1, "at least 1"
-        yield "crop_area", 0 < self.crop_area[0] <= self.crop_area[1] <= 1, "0 < least ≤ most ≤ 1"
-        yield "crop_ratio", 0 < self.crop_ratio[0] <= self.crop_ratio[1] < math.inf, "0 < least ≤ most"
+        yield "crop_area", 0 < self.crop_area[0] <= self.crop_area[1] <= 1, "0 < low ≤ high ≤ 1"
+        yield "crop_ratio", 0 < self.crop_ratio[0] <= self.crop_ratio[1] < math.inf, "0 < low ≤ high"
         yield "eval_size", self.eval_size >= 1, "at least 1"
         yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
-        yield "ema", self.ema is None or 0 < self.ema < 1, "0 < ema < 1"
-
-
-def _check_types(recipe: type[Recipe], values: Mapping[str, Any]) -> None:
-    kinds = get_type_hints(recipe)
-    for name, value in values.items():
-        if not _fits(value, kinds[name]):
-            raise TypeError(f"{name} is {value!r}; expected {_said(kinds[name])}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a field's type; a whole number may stand for a float, a truth value for neither."""
-    parts = get_args(kind)
-    if get_origin(kind) is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if get_origin(kind) is Literal:
-        return value in parts
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
-    if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _said(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
-    parts = get_args(kind)
-    if get_origin(kind) is UnionType:
-        return " or ".join(map(_said, parts))
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(parts)}"
-    return f"{len(parts)} numbers" if parts else names[kind]
 
 
 SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
 
 
 def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe, list[str]]:
-    """The recipe with some fields changed, and notes on what follows: the rate goes with the batch."""
+    """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
     known = {field.name for field in dataclasses.fields(recipe)}
     if unknown := changes.keys() - known:
-        raise ValueError(
-            f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {', '.join(sorted(known))}"
-        )
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    _check_types(type(recipe), changes)
-    notes = []
-    if (
-        changes.get("batch_size", recipe.batch_size) != recipe.batch_size
-        and "lr" not in changes
-        and changes["batch_size"] >= 1
-    ):
-        lr = recipe.lr * changes["batch_size"] / recipe.batch_size
-        changes = {**changes, "lr": lr}
+        names = ", ".join(sorted(known))
+        raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {names}")
+    changes, notes = convert_fields(type(recipe), changes), []
+    batch_size, epochs = (changes.get(name, getattr(recipe, name)) for name in ("batch_size", "epochs"))
+    if batch_size != recipe.batch_size and batch_size >= 1 and "lr" not in changes:
+        changes["lr"] = recipe.lr * batch_size / recipe.batch_size
         notes.append(
-            f"the lr follows the batch size: {recipe.lr:g} for {recipe.batch_size} is {lr:g} for {changes['batch_size']}; give "
-            "an lr to choose otherwise"
+            f"the lr follows the batch size: {recipe.lr:g} for {recipe.batch_size} is {changes['lr']:g} for "
+            f"{batch_size}; set lr to choose another"
         )
-    if changes.get("epochs", recipe.epochs) < recipe.warmup and "warmup" not in changes:
-        notes.append(f"the warm-up of {recipe.warmup:g} epochs is cut to the {changes['epochs']} that there are")
-        changes = {**changes, "warmup": float(changes["epochs"])}
+    if epochs < recipe.warmup and "warmup" not in changes:
+        changes["warmup"] = float(epochs)
+        notes.append(f"the warm-up of {recipe.warmup:g} epochs is shortened to the {epochs} epochs of the run")
     return dataclasses.replace(recipe, **changes), notes

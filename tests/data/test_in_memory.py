@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, Normalization, eval_batches
+from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
+from deepsquare.preprocessing import CIFAR10_MEAN, CIFAR10_STD
 
 
 def images(count: int, size: int = 8, seed: int = 0) -> LabeledImages:
     rng = np.random.default_rng(seed)
     pixels = torch.from_numpy(rng.integers(0, 256, (count, 3, size, size), dtype=np.uint8))
-    return LabeledImages(pixels, torch.arange(count))  # the label tells the image
+    return LabeledImages(pixels, torch.arange(count))  # the label identifies the image
 
 
-def normalised(pixels: Tensor) -> Tensor:
+def normalized(pixels: Tensor) -> Tensor:
     """By the definition, one channel after the other."""
-    known = Normalization()
     channels = [
         (pixels[:, c].double() / 255 - mean) / std
-        for c, (mean, std) in enumerate(zip(known.mean, known.std, strict=True))
+        for c, (mean, std) in enumerate(zip(CIFAR10_MEAN, CIFAR10_STD, strict=True))
     ]
     return torch.stack(channels, 1)
 
@@ -35,11 +35,11 @@ def test_every_image_is_a_crop_of_its_reflected_self(pad: int, flip: bool) -> No
         assert batch.shape == (8, 3, 8, 8)
         assert batch.is_contiguous(memory_format=torch.channels_last)
         for image, label in zip(batch, labels.tolist(), strict=True):
-            places = [(y, x, m) for y in range(2 * pad + 1) for x in range(2 * pad + 1) for m in (False, True)]
+            positions = [(y, x, m) for y in range(2 * pad + 1) for x in range(2 * pad + 1) for m in (False, True)]
             close = []
-            for y, x, mirrored in places:
+            for y, x, mirrored in positions:
                 crop = padded[label, :, y : y + 8, x : x + 8]
-                expected = normalised((crop.flip(-1) if mirrored else crop)[None])[0].float()
+                expected = normalized((crop.flip(-1) if mirrored else crop)[None])[0].float()
                 if torch.allclose(expected, image, atol=1e-5):
                     close.append((y, x, mirrored))
             assert len(close) == 1
@@ -66,15 +66,15 @@ def test_an_epoch_takes_every_image_once_and_depends_on_seed_and_number_alone() 
     assert len(list(InMemoryBatches(data, 16).epoch(0))) == 2
 
 
-def test_plain_batches_are_the_images_in_order() -> None:
+def test_eval_batches_are_the_images_in_order() -> None:
     data = images(25)
     parts = list(eval_batches(data, 10))
     assert [len(labels) for _, labels in parts] == [10, 10, 5]
-    torch.testing.assert_close(torch.cat([x for x, _ in parts]), normalised(data.images).float())
+    torch.testing.assert_close(torch.cat([x for x, _ in parts]), normalized(data.images).float())
     assert torch.cat([labels for _, labels in parts]).tolist() == list(range(25))
 
 
-def test_split_is_disjoint_and_whole() -> None:
+def test_split_is_disjoint_and_complete() -> None:
     first, second = images(30).split(7)
     assert len(second) == 7
     assert sorted(first.labels.tolist() + second.labels.tolist()) == list(range(30))

@@ -1,4 +1,4 @@
-"""The three pipelines show the same images, whoever decodes them, and none stops at a damaged one."""
+"""The three pipelines yield the same images, and none fails on a damaged one."""
 
 import multiprocessing
 import struct
@@ -12,33 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.made_images import drawn, encoded, make_folder
+from helpers.images import draw_image, encode, make_class_folders
 from PIL import Image
 from torch import Tensor
 
-import deepsquare  # noqa: F401  # before torchvision
-from deepsquare.data import Batch, EvalTransform, Source, TrainTransform, available, batches, open_source, write_shards
+from deepsquare.data import Batch, Source, TrainTransform, available, batches, open_source, write_shards
 from deepsquare.data.jpeg import jpeg_size
 from deepsquare.data.transforms import Transform, random_crop
+from deepsquare.preprocessing import Preprocessing
 
 FULL_SIZE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-fullsize.tar"
 PIPELINES = ("torchvision", "fast", "dali")
-# By how many of 255 levels the pixels of a image may differ from torchvision's: on average, and 99% of them.
+# By how many of 255 levels the pixels of an image may differ from torchvision's: on average, and 99% of them.
 TOLERANCE = {"torchvision": (0.0, 0.0), "fast": (0.25, 1.0), "dali": (0.25, 2.0)}
-TOLERANCE_OF_LARGE = {**TOLERANCE, "fast": (1.0, 6.0)}  # three times as large as what is shown: decoded smaller
+TOLERANCE_OF_LARGE = {
+    **TOLERANCE,
+    "fast": (1.0, 6.0),
+}  # at least three times as large as the result: decoded at a smaller size
 
 
 def needs(pipeline: str) -> None:
     if not available(pipeline):
-        pytest.skip(f"what pipeline {pipeline!r} needs is not installed")
+        pytest.skip(f"the package of pipeline {pipeline!r} is not installed")
 
 
 def grouped(source: Source, size: int = 4) -> list[list[int]]:
     return [list(range(first, min(first + size, len(source)))) for first in range(0, len(source), size)]
 
 
-def joined(given: Sequence[Batch]) -> Tensor:
-    return torch.cat([batch.images for batch in given])
+def joined(loaded: Sequence[Batch]) -> Tensor:
+    return torch.cat([batch.images for batch in loaded])
 
 
 def by_torchvision(source: Source, transform: Transform, epoch: int) -> Tensor:
@@ -46,26 +49,26 @@ def by_torchvision(source: Source, transform: Transform, epoch: int) -> Tensor:
     from torchvision.datasets.folder import pil_loader
     from torchvision.transforms.v2 import functional as F
 
-    shown = []
+    images = []
     for index in range(len(source)):
         image = pil_loader(source.name(index))
-        if isinstance(transform, EvalTransform):
+        if isinstance(transform, Preprocessing):
             image = F.center_crop(F.resize(image, [transform.resize]), [transform.size])
         else:
-            whole_width, whole_height = image.size
-            left, top, width, height, flip = random_crop(transform, whole_width, whole_height, 5, epoch, index)
-            image = F.resized_crop(image, top, left, height, width, [transform.size, transform.size])
-            image = F.horizontal_flip(image) if flip else image
-        shown.append(F.pil_to_tensor(image))
-    return torch.stack(shown)
+            crop = random_crop(transform, image.width, image.height, 5, epoch, index)
+            size = [transform.size, transform.size]
+            image = F.resized_crop(image, crop.top, crop.left, crop.height, crop.width, size)
+            image = F.horizontal_flip(image) if crop.flip else image
+        images.append(F.pil_to_tensor(image))
+    return torch.stack(images)
 
 
 def check_alike(source: Source, pipeline: str, transform: Transform, epochs: int) -> None:
     for epoch in range(epochs):
-        given = list(batches(source, grouped(source), transform, seed=5, epoch=epoch, pipeline=pipeline))
-        assert not [name for batch in given for name in batch.damaged]
-        assert torch.equal(torch.cat([batch.labels for batch in given]), source.labels)
-        images = joined(given)
+        loaded = list(batches(source, grouped(source), transform, seed=5, epoch=epoch, pipeline=pipeline))
+        assert not [name for batch in loaded for name in batch.damaged]
+        assert torch.equal(torch.cat([batch.labels for batch in loaded]), source.labels)
+        images = joined(loaded)
         assert images.dtype == torch.uint8
         difference = (images.float() - by_torchvision(source, transform, epoch).float()).abs().flatten(1)
         for index in range(len(source)):
@@ -83,25 +86,25 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Source:
     sizes = ((500, 375), (375, 500), (64, 64), (40, 30), (700, 90), (1200, 900), (801, 603))
     kinds = (("L", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("1", "PNG"), ("CMYK", "JPEG"), ("RGB", "PNG"))
     for number, (width, height) in enumerate(sizes):
-        (folder / f"{number}.JPEG").write_bytes(encoded(drawn(width, height, number)))
+        (folder / f"{number}.JPEG").write_bytes(encode(draw_image(width, height, number)))
     for number, (mode, form) in enumerate(kinds):
-        (folder / f"{mode}_{form}.JPEG").write_bytes(encoded(drawn(300, 200, number), mode, form))
+        (folder / f"{mode}_{form}.JPEG").write_bytes(encode(draw_image(300, 200, number), mode, form))
     rotated = Image.Exif()
     rotated[0x0112] = 6
-    Image.fromarray(drawn(300, 200)).save(folder / "exif.jpg", exif=rotated)
+    Image.fromarray(draw_image(300, 200)).save(folder / "exif.jpg", exif=rotated)
     return open_source(folder.parents[1], "train")
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("view", [TrainTransform(64), EvalTransform(64, 72)])
-def test_pipelines_show_the_same(mixed: Source, pipeline: str, transform: Transform) -> None:
+@pytest.mark.parametrize("transform", [TrainTransform(64), Preprocessing(size=64, resize=72)])
+def test_pipelines_agree(mixed: Source, pipeline: str, transform: Transform) -> None:
     needs(pipeline)
     check_alike(mixed, pipeline, transform, epochs=3)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("view", [TrainTransform(), EvalTransform()])
-def test_pipelines_show_the_same_of_photographs(tmp_path: Path, pipeline: str, transform: Transform) -> None:
+@pytest.mark.parametrize("transform", [TrainTransform(), Preprocessing()])
+def test_pipelines_agree_on_photographs(tmp_path: Path, pipeline: str, transform: Transform) -> None:
     needs(pipeline)
     if not FULL_SIZE.exists():
         pytest.skip(f"{FULL_SIZE.name} is not here")
@@ -115,22 +118,22 @@ def test_pipelines_show_the_same_of_photographs(tmp_path: Path, pipeline: str, t
 def test_batches_do_not_depend_on_workers_or_on_where_they_start(mixed: Source, pipeline: str) -> None:
     needs(pipeline)
     batch_indices = [[3, 1, 4], [1], [], [5, 9, 2, 6]]
-    given: dict[str, Any] = {"view": TrainTransform(32), "seed": 1, "epoch": 2, "pipeline": pipeline}
-    alone = list(batches(mixed, batch_indices, **given))
+    options: dict[str, Any] = {"transform": TrainTransform(32), "seed": 1, "epoch": 2, "pipeline": pipeline}
+    alone = list(batches(mixed, batch_indices, **options))
     assert [tuple(batch.images.shape) for batch in alone] == [(len(indices), 3, 32, 32) for indices in batch_indices]
     assert torch.equal(alone[0].images[1], alone[1].images[0])  # the same image in another batch
     state = torch.get_rng_state()
     for workers in (1, 2):
-        others = list(batches(mixed, batch_indices, workers=workers, **given))
+        others = list(batches(mixed, batch_indices, workers=workers, **options))
         assert torch.equal(joined(others), joined(alone))
         assert [batch.labels.tolist() for batch in others] == [batch.labels.tolist() for batch in alone]
-    assert torch.equal(joined(list(batches(mixed, batch_indices[2:], **given))), joined(alone[2:]))
-    assert not torch.equal(joined(list(batches(mixed, batch_indices, **{**given, "epoch": 3}))), joined(alone))
+    assert torch.equal(joined(list(batches(mixed, batch_indices[2:], **options))), joined(alone[2:]))
+    assert not torch.equal(joined(list(batches(mixed, batch_indices, **{**options, "epoch": 3}))), joined(alone))
     assert torch.equal(torch.get_rng_state(), state), "the trainer's random numbers are untouched"
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_shards_show_what_the_folder_shows(mixed: Source, tmp_path: Path, pipeline: str) -> None:
+def test_shards_yield_the_images_of_the_folder(mixed: Source, tmp_path: Path, pipeline: str) -> None:
     needs(pipeline)
     write_shards(mixed, tmp_path / "train", 5)
     shards = open_source(tmp_path, "train")
@@ -152,7 +155,7 @@ def bomb() -> bytes:
 
 def large_jpeg() -> bytes:
     """A JPEG that claims 65,000 × 65,000 pixels."""
-    data = bytearray(encoded(drawn(64, 64)))
+    data = bytearray(encode(draw_image(64, 64)))
     place = data.index(b"\xff\xc0") + 5
     data[place : place + 4] = struct.pack(">HH", 65_000, 65_000)
     return bytes(data)
@@ -162,41 +165,41 @@ def large_jpeg() -> bytes:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_damaged_images_are_grey_and_named(tmp_path: Path, pipeline: str, workers: int) -> None:
     needs(pipeline)
-    good = encoded(drawn(200, 150))
+    good = encode(draw_image(200, 150))
     noise = np.random.default_rng(0).integers(0, 256, len(good), dtype=np.uint8).tobytes()
     files = {
         "a good": good,
         "b empty": b"",
-        "c text": b"not a image",
+        "c text": b"not an image",
         "d cut": good[: len(good) // 2],
         "e cut with an end": good[: len(good) // 2] + b"\xff\xd9",
         "f header": good[:200],
         "g noise": good[:700] + noise,
         "h bomb": bomb(),
         "i large": large_jpeg(),
-        "j cut png": encoded(drawn(90, 90), form="PNG")[:-900],
+        "j cut png": encode(draw_image(90, 90), form="PNG")[:-900],
         "k good": good,
-        "l gif": encoded(drawn(90, 90), form="GIF"),
+        "l gif": encode(draw_image(90, 90), form="GIF"),
     }
     (tmp_path / "train" / "a").mkdir(parents=True)
     for name, data in files.items():
         (tmp_path / "train" / "a" / f"{name}.jpg").write_bytes(data)
     source = open_source(tmp_path, "train")
-    given = list(batches(source, grouped(source, 5), TrainTransform(32), pipeline=pipeline, workers=workers))
-    labels = torch.cat([batch.labels for batch in given]).tolist()
-    damaged = [Path(name).stem for batch in given for name in batch.damaged]
+    loaded = list(batches(source, grouped(source, 5), TrainTransform(32), pipeline=pipeline, workers=workers))
+    labels = torch.cat([batch.labels for batch in loaded]).tolist()
+    damaged = [Path(name).stem for batch in loaded for name in batch.damaged]
     assert damaged == [name for name, label in zip(files, labels, strict=True) if label == -1]
-    undecided = {"e cut with an end", "g noise"}  # libjpeg shows what it can, and Pillow takes it
+    undecided = {"e cut with an end", "g noise"}  # libjpeg decodes what it can, and Pillow accepts it
     assert set(damaged) | undecided == set(files) - {"a good", "k good"} | undecided
-    images = joined(given)
+    images = joined(loaded)
     for index, (name, label) in enumerate(zip(files, labels, strict=True)):
         assert (label == -1) == bool((images[index] == 128).all()) or name in undecided
     (reference,) = batches(source, [[0, 10]], TrainTransform(32), pipeline=pipeline)
-    assert torch.equal(images[[0, 10]], reference.images), "a damaged image does no harm to the others"
+    assert torch.equal(images[[0, 10]], reference.images), "a damaged image does not affect the others"
 
 
-def test_a_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path), "train")
+def test_an_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    source = open_source(make_class_folders(tmp_path), "train")
     Path(source.name(0)).unlink()
     for workers in (0, 1):
         with pytest.raises(FileNotFoundError, match=r"p0.JPEG"):
@@ -207,10 +210,10 @@ def test_a_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_the_caller_may_stop_early(mixed: Source, pipeline: str) -> None:
     needs(pipeline)
     assert not multiprocessing.active_children()
-    given = batches(mixed, grouped(mixed, 1) * 5, TrainTransform(32), pipeline=pipeline, workers=2)
-    next(given)
+    loaded = batches(mixed, grouped(mixed, 1) * 5, TrainTransform(32), pipeline=pipeline, workers=2)
+    next(loaded)
     assert len(multiprocessing.active_children()) == (0 if pipeline == "dali" else 2)
-    del given
+    del loaded
     assert not multiprocessing.active_children()
 
 
@@ -238,17 +241,17 @@ def test_bad_input(mixed: Source) -> None:
 
 
 def test_pixels_stay_in_channels_last(mixed: Source) -> None:
-    (batch,) = batches(mixed, [[0, 1]], EvalTransform(32, 40), pipeline="torchvision")
+    (batch,) = batches(mixed, [[0, 1]], Preprocessing(size=32, resize=40), pipeline="torchvision")
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_without_the_fast_decoder_the_others_serve() -> None:
+def test_the_other_pipelines_work_without_simplejpeg() -> None:
     script = """
 import sys
 sys.modules["simplejpeg"] = None
-from deepsquare.cli import train as cli_training
-from deepsquare.training.image_folder import Loading
-Loading("torchvision")
+from deepsquare.cli import train
+from deepsquare.training import LoaderConfig
+LoaderConfig("torchvision")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

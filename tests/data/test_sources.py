@@ -1,4 +1,4 @@
-"""Sources of images and views of them: what is read, in which order, and what is refused by which words."""
+"""Sources of images and their crops: what is read, in which order, and which errors are raised."""
 
 import io
 import math
@@ -11,21 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.made_images import drawn, encoded, make_folder
+from helpers.images import draw_image, encode, make_class_folders
 from scipy import stats
 
-from deepsquare.data import EvalTransform, Source, TrainTransform, check_same_classes, open_source, write_shards
+from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, write_shards
 from deepsquare.data.jpeg import jpeg_size
 from deepsquare.data.source import FileNames
-from deepsquare.data.transforms import Box, CropParams, center_crop, crop_params, random_crop
+from deepsquare.data.transforms import CropParams, center_crop, crop_params, random_crop
+from deepsquare.preprocessing import Preprocessing
 
 
 def test_a_folder_is_read_as_by_imagefolder(tmp_path: Path) -> None:
     from torchvision.datasets import ImageFolder
 
-    make_folder(tmp_path, classes=3)
+    make_class_folders(tmp_path, classes=3)
     (tmp_path / "train" / "B").mkdir()  # capital letters come first
-    (tmp_path / "train" / "B" / "x.PNG").write_bytes(encoded(drawn(8, 8), form="PNG"))
+    (tmp_path / "train" / "B" / "x.PNG").write_bytes(encode(draw_image(8, 8), form="PNG"))
     source, known = open_source(tmp_path, "train"), ImageFolder(str(tmp_path / "train"))
     assert source.classes == tuple(known.classes)
     assert [(source.name(index), int(source.labels[index])) for index in range(len(source))] == known.samples
@@ -33,7 +34,7 @@ def test_a_folder_is_read_as_by_imagefolder(tmp_path: Path) -> None:
     assert source.read(0) == Path(source.name(0)).read_bytes()
 
 
-def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
     touch(tmp_path, "val/a/1.jpg", "val/a/._1.jpg", "val/a/.DS_Store", "val/.cache/x.tar")
     source = open_source(tmp_path, "val")
     assert (source.classes, len(source)) == (("a",), 1)
@@ -46,7 +47,7 @@ def test_names_keep_every_file_name() -> None:
 
 
 def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path / "a"), "train")
+    source = open_source(make_class_folders(tmp_path / "a"), "train")
     write_shards(source, tmp_path / "b" / "train", 4)
     for one in (source, open_source(tmp_path / "b", "train")):
         other = pickle.loads(pickle.dumps(one))
@@ -83,14 +84,14 @@ def touch(root: Path, *files: str) -> Path:
             r"val has no class folders and no shards: found 2 images directly in it \(1.jpg",
         ),
         (("val/",), "", r"no shards: found nothing. Expected a folder for each class"),
-        (("val/a/b/1.jpg",), "", r"val/a is taken for a class but holds the folder b; expected images"),
+        (("val/a/b/1.jpg",), "", r"val/a is a class folder but contains the folder b; expected images"),
         (
             ("val/a/1.jpg", "val/b/"),
             "",
-            r"1 of 2 class folders have no image: b \(empty\). Expected files ending in .jpg",
+            r"1 of 2 class folders have no image: b \(empty\). Expected files with the suffix .jpg",
         ),
         (("val/a/1.gif", "val/b/"), "", r"2 of 2 class folders have no image: a \(only .gif\), b \(empty\)"),
-        (("val/a/1.jpg", "val/x.tar"), "", r"has both folders \(a\) and shards \(x.tar\); expected one of them"),
+        (("val/a/1.jpg", "val/x.tar"), "", r"has both folders \(a\) and shards \(x.tar\); expected only one kind"),
         (("val/x.tar",), "", r"val has shards but no classes.txt; write it"),
     ],
 )
@@ -100,16 +101,16 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, files: tuple[str,
         open_source(tmp_path / given, "val")
 
 
-def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_broken_link_is_refused(tmp_path: Path) -> None:
     touch(tmp_path, "val/a/1.jpg")
     (tmp_path / "val/a/2.jpg").symlink_to(tmp_path / "gone.jpg")
-    with pytest.raises(FileNotFoundError, match=r"2.jpg leads to no file"):
+    with pytest.raises(FileNotFoundError, match=r"2.jpg is a broken link"):
         open_source(tmp_path, "val")
 
 
 def test_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
     touch(tmp_path, "val/a/1.jpg", "val/a/notes.txt", "val/a/README", "val/b/2.webp")
-    with pytest.warns(UserWarning, match=r"no images are left out \(1 .txt, 1 no ending\)"):
+    with pytest.warns(UserWarning, match=r"not images are skipped \(1 .txt, 1 no suffix\)"):
         assert len(open_source(tmp_path, "val")) == 2
 
 
@@ -138,7 +139,7 @@ def shard(path: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def test_shards_hold_what_the_folder_holds(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path / "a", each=5), "train")
+    source = open_source(make_class_folders(tmp_path / "a", each=5), "train")
     write_shards(source, tmp_path / "b" / "train", 4)
     again = open_source(tmp_path / "b", "train")
     assert sorted(path.name for path in (tmp_path / "b" / "train").iterdir()) == [
@@ -151,7 +152,7 @@ def test_shards_hold_what_the_folder_holds(tmp_path: Path) -> None:
 
 
 def test_stopped_writing_leaves_no_data_set(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path / "a"), "train")
+    source = open_source(make_class_folders(tmp_path / "a"), "train")
     Path(source.name(5)).unlink()
     with pytest.raises(FileNotFoundError):
         write_shards(source, tmp_path / "b" / "train", 2)
@@ -184,9 +185,9 @@ def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "error"),
     [
-        ({"a.jpg": b"", "b.jpg": b"", "b.cls": b"0"}, r"no label \(key.cls\) for a; make the shard again"),
+        ({"a.jpg": b"", "b.jpg": b"", "b.cls": b"0"}, r"no label \(key.cls\) for a; create the shard again"),
         ({"a.cls": b"0"}, r"no image \(key.jpg\) for a"),
-        ({"a.jpg": b"", "a.png": b"", "a.cls": b"0"}, r"two members for one sample, the second a.png"),
+        ({"a.jpg": b"", "a.png": b"", "a.cls": b"0"}, r"a second member a.png for one sample"),
         ({"a.jpg": b"", "a.cls": b"2"}, r"the label a.cls is b'2'; expected a whole number below 2"),
         ({"a.jpg": b"", "a.cls": b"-1"}, r"is b'-1'; expected"),
         ({"a.jpg": b"", "a.cls": b"1" * 99}, r"a.cls is b'1{20}'; expected"),
@@ -200,10 +201,10 @@ def test_a_shard_that_does_not_fit_is_refused(tmp_path: Path, files: dict[str, b
 
 
 @pytest.mark.parametrize("size", [0, 100, 512, 700, 512 * 3, 512 * 3 + 9, 512 * 5])  # of 7 blocks and the end
-def test_a_cut_shard_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_truncated_shard_is_refused(tmp_path: Path, size: int) -> None:
     path = shard(tmp_path / "val" / "x.tar", {"a.jpg": bytes(600), "a.cls": b"0", "b.jpg": b"1", "b.cls": b"0"})
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r"x.tar (cannot be read as a tar file|is cut or damaged at byte)"):
+    with pytest.raises(ValueError, match=r"x.tar (cannot be read as a tar file|is truncated or damaged at byte)"):
         open_source(tmp_path, "val")
 
 
@@ -212,7 +213,7 @@ def test_a_damaged_header_is_not_taken_for_the_end(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[512 * 4 + 150] ^= 0xFF  # in the checksum of b.jpg
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="is cut or damaged at byte 2,048"):
+    with pytest.raises(ValueError, match="is truncated or damaged at byte 2,048"):
         open_source(tmp_path, "val")
 
 
@@ -220,7 +221,7 @@ def test_a_shard_that_shrinks_is_noticed(tmp_path: Path) -> None:
     path = shard(tmp_path / "val" / "x.tar", {"a.jpg": bytes(600), "a.cls": b"0"})
     source = open_source(tmp_path, "val")
     path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(OSError, match=r"x.tar:a.jpg is cut: the shard has changed"):
+    with pytest.raises(OSError, match=r"x.tar:a.jpg is truncated: the shard has changed"):
         source.read(0)
 
 
@@ -228,21 +229,21 @@ def test_a_shard_that_shrinks_is_noticed(tmp_path: Path) -> None:
 def test_classes_are_named_once(tmp_path: Path, text: str) -> None:
     shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"0"})
     (tmp_path / "val" / "classes.txt").write_text(text)
-    with pytest.raises(ValueError, match=r"classes.txt: expected a class name a line, each once"):
+    with pytest.raises(ValueError, match=r"classes.txt: expected one class name per line, each once"):
         open_source(tmp_path, "val")
 
 
-def test_a_random_box_depends_on_seed_epoch_and_index_alone() -> None:
+def test_a_random_crop_depends_on_seed_epoch_and_index_only() -> None:
     transform = TrainTransform()
-    drawn = {key: random_crop(transform, 500, 375, *key) for key in np.ndindex(3, 3, 50)}
-    assert drawn == {key: random_crop(transform, 500, 375, *key) for key in reversed(list(np.ndindex(3, 3, 50)))}
-    assert len(set(drawn.values())) > 440  # of 450
-    assert random_crop(transform, 500, 375, 1, 2, 3) == Box(
-        34, 166, 133, 169, True
-    )  # so that a later version draws the same
+    crops = {key: random_crop(transform, 500, 375, *key) for key in np.ndindex(3, 3, 50)}
+    assert crops == {key: random_crop(transform, 500, 375, *key) for key in reversed(list(np.ndindex(3, 3, 50)))}
+    assert len(set(crops.values())) > 440  # of 450
+    assert random_crop(transform, 500, 375, 1, 2, 3) == CropParams(
+        34, 166, 133, 169, (224, 224), (0, 0), True
+    )  # a later version must yield the same
 
 
-def test_a_random_box_is_drawn_as_torchvision_draws_it() -> None:
+def test_random_crops_are_distributed_as_torchvisions() -> None:
     from torchvision.transforms import v2
 
     torch.manual_seed(0)
@@ -268,7 +269,7 @@ def test_a_random_box_is_drawn_as_torchvision_draws_it() -> None:
     ("width", "height", "box"),
     [(1000, 10, (493, 0, 13, 10)), (10, 1000, (0, 493, 10, 13)), (1, 1, (0, 0, 1, 1))],
 )
-def test_a_box_that_never_fits_is_the_centre(width: int, height: int, box: tuple[int, ...]) -> None:
+def test_a_crop_that_never_fits_is_the_center(width: int, height: int, box: tuple[int, ...]) -> None:
     from torchvision.transforms import v2
 
     transform = TrainTransform(scale=(0.9, 1.0))
@@ -278,45 +279,46 @@ def test_a_box_that_never_fits_is_the_centre(width: int, height: int, box: tuple
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (333, 500), (256, 256), (50, 60), (999, 257)])
-def test_the_centre_is_torchvisions(width: int, height: int) -> None:
+def test_the_center_crop_is_torchvisions(width: int, height: int) -> None:
     from torchvision.transforms.v2 import functional as F
 
-    given = torch.arange(3 * width * height, dtype=torch.float32).view(3, height, width)
-    box, resized, (left, top) = center_crop(EvalTransform(), width, height)
-    assert box == (0, 0, width, height, False)
-    whole = F.resize(given, [256])
-    assert resized == (whole.shape[2], whole.shape[1])
+    image = torch.arange(3 * width * height, dtype=torch.float32).view(3, height, width)
+    crop = center_crop(Preprocessing(), width, height)
+    assert crop[:4] == (0, 0, width, height)
+    assert not crop.flip
+    whole, (left, top) = F.resize(image, [256]), crop.corner
+    assert crop.resized == (whole.shape[2], whole.shape[1])
     assert torch.equal(F.center_crop(whole, [224]), whole[:, top : top + 224, left : left + 224])
 
 
-def test_a_plan_for_either_view() -> None:
-    assert crop_params(EvalTransform(), 512, 256, seed=0, epoch=0, index=0) == CropParams(
-        Box(0, 0, 512, 256), (512, 256), (144, 16)
-    )
+def test_crop_params_of_either_transform() -> None:
+    center = crop_params(Preprocessing(), 512, 256, seed=0, epoch=0, index=0)
+    assert center == CropParams(0, 0, 512, 256, (512, 256), (144, 16))
     train = crop_params(TrainTransform(96), 512, 256, seed=1, epoch=2, index=3)
-    assert train == CropParams(random_crop(TrainTransform(96), 512, 256, 1, 2, 3), (96, 96), (0, 0))
+    assert train == random_crop(TrainTransform(96), 512, 256, 1, 2, 3)
+    assert (train.resized, train.corner) == ((96, 96), (0, 0))
 
 
-def test_views_are_checked() -> None:
+def test_transforms_are_checked() -> None:
     with pytest.raises(ValueError, match="size is 0; expected at least 1 pixel"):
         TrainTransform(0)
     for scale in ((0.0, 1.0), (0.5, 0.2), (0.5, 1.5), (math.nan, 1.0)):
-        with pytest.raises(ValueError, match="expected two parts of the area"):
+        with pytest.raises(ValueError, match="expected two shares of the area"):
             TrainTransform(scale=scale)
     with pytest.raises(ValueError, match="expected two ratios of width to height"):
         TrainTransform(ratio=(2.0, 1.0))
-    with pytest.raises(ValueError, match="resize is 200; expected at least size, 224"):
-        EvalTransform(224, 200)
+    with pytest.raises(ValueError, match="size is 224 and resize 200; expected 1 ≤ size ≤ resize"):
+        Preprocessing(size=224, resize=200)
 
 
 def test_the_size_of_a_common_jpeg() -> None:
-    pixels = drawn(70, 40)
-    for data in (encoded(pixels), encoded(pixels, "L")):
+    pixels = draw_image(70, 40)
+    for data in (encode(pixels), encode(pixels, "L")):
         assert jpeg_size(data) == (70, 40)
-        assert jpeg_size(data[:2] + b"\xff\xff\x01" + data[2:]) == (70, 40)  # with filling and a marker alone
-    for data in (encoded(pixels, "CMYK"), encoded(pixels, form="PNG"), encoded(pixels)[:-2], b"", b"\xff\xd8\xff\xd9"):
+        assert jpeg_size(data[:2] + b"\xff\xff\x01" + data[2:]) == (70, 40)  # with padding and a standalone marker
+    for data in (encode(pixels, "CMYK"), encode(pixels, form="PNG"), encode(pixels)[:-2], b"", b"\xff\xd8\xff\xd9"):
         assert jpeg_size(data) is None
 
 
 def test_sources_have_one_interface(tmp_path: Path) -> None:
-    assert isinstance(open_source(make_folder(tmp_path), "train"), Source)
+    assert isinstance(open_source(make_class_folders(tmp_path), "train"), Source)

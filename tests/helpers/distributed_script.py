@@ -1,8 +1,8 @@
-"""A training run of a network without batch statistics, by one process or many: ``team_script.py DATA OUT [options]``.
+"""A training run of a network without batch statistics: ``distributed_script.py DATA OUT [options]``, or by torchrun.
 
-The losses of its steps and the weights at its end go to OUT. Options: ``micro_batch_size`` takes two images at a time; ``keep``
-writes a checkpoint at every step; ``die=5`` kills the last process at step 5 of the first attempt; ``long`` takes twice
-the epochs, and batch statistics.
+The losses of its steps and the weights at its end go to OUT. Options: ``micro`` takes micro-batches of two images;
+``checkpoint`` writes a checkpoint at every step; ``die=5`` kills the last process at step 5 of the first attempt;
+``long`` takes twice the epochs, and batch statistics.
 """
 
 import json
@@ -15,27 +15,26 @@ import torch
 from torch import nn
 
 from deepsquare.data.splits import open_source
-from deepsquare.data.transforms import EvalTransform
-from deepsquare.training import Engine, ImageNetRecipe, Trainer, fit, init_distributed
-from deepsquare.training.image_folder import ImageBatches, ImageEvaluation, Loading, Normalize
+from deepsquare.preprocessing import Preprocessing
+from deepsquare.training import ImageNetRecipe, LoaderConfig, Trainer, TrainerConfig, fit, init_distributed
+from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
 from deepsquare.training.loop import EpochMetrics
 
 data, out, options = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 epochs, die = 6 if "long" in options else 3, [int(option[4:]) for option in options if option.startswith("die=")]
 recipe = ImageNetRecipe(epochs=epochs, batch_size=12, lr=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
-loading = Loading(pipeline="torchvision")
+loading = LoaderConfig(pipeline="torchvision")
+preprocessing = Preprocessing(size=16, resize=18)
 losses: list[float] = []
 
 with init_distributed("cpu") as distributed:
     torch.manual_seed(0)
     before = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8) if "long" in options else nn.Identity(), nn.ReLU())
     network = nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
-    micro_batch_size = 2 if "micro" in options else None
-    trainer = Trainer(
-        network, recipe, Engine(distributed, micro_batch_size=micro_batch_size, prepare=Normalize(distributed.device))
-    )
+    config = TrainerConfig(micro_batch_size=2 if "micro" in options else None)
+    trainer = Trainer(network, recipe, config, distributed, preprocessing)
     batches = ImageBatches(open_source(data, "train"), recipe, distributed=distributed, loading=loading)
-    evaluation = ImageEvaluation(open_source(data, "val"), EvalTransform(16, 18), distributed, loading, batch_size=4)
+    evaluation = ImageEvaluation(open_source(data, "val"), preprocessing, distributed, loading, batch_size=4)
 
     def on_step(epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
         losses.append(epoch_metrics.mean_loss)
@@ -43,11 +42,11 @@ with init_distributed("cpu") as distributed:
         if first and distributed.rank == distributed.world_size - 1 and len(losses) in die:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    place = out.with_suffix(".pt") if "keep" in options else None
-    history = fit(trainer, batches, recipe, evaluation, checkpoint=place, checkpoint_interval=0, on_step=on_step)
+    checkpoint = out.with_suffix(".pt") if "checkpoint" in options else None
+    history = fit(trainer, batches, recipe, evaluation, checkpoint=checkpoint, checkpoint_interval=0, on_step=on_step)
     if distributed.is_main_process:
         weights = [value.flatten().tolist() for value in network.state_dict().values()]
-        shown = {"losses": losses, "accuracy": history.accuracy, "loss": history.loss, "top5": history.top5}
+        metrics = {"losses": losses, "accuracy": history.accuracy, "loss": history.loss, "top5": history.top5}
         out.write_text(
-            json.dumps({**shown, "weights": weights, "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT")})
+            json.dumps({**metrics, "weights": weights, "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT")})
         )

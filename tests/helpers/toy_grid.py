@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
+from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, TrainingRun, run_grid
 from deepsquare.results import Store
 from deepsquare.training import Evaluation, Recipe
@@ -48,4 +49,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     ray = "local" if "ray" in sys.argv[2:] else None
     source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
-    run_grid(RUNS, InMemoryTraining(source), Store(Path(sys.argv[1])), processes=2, ray=ray)
+    run_grid(RUNS, InMemoryTraining(source), Store(Path(sys.argv[1])), Workers(2, ray))

@@ -1,4 +1,4 @@
-"""Many processes train as one does, count every image once, and start again when one of them is killed."""
+"""Many processes train like one, evaluate every image once, and restart when one of them is killed."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers.colored import make_images
+from helpers.images import make_colored_folders
 
 from deepsquare.training import DistributedContext, init_distributed
 from deepsquare.training.distributed import rendezvous
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_script.py"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_images(tmp_path_factory.mktemp("data"))
+    return make_colored_folders(tmp_path_factory.mktemp("data"))
 
 
 def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> None:
@@ -40,16 +40,16 @@ def one_process(*arguments: str | Path) -> int:
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("alone") / "run.json"
     assert one_process(data, out) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    for one, other in zip(found["weights"], expected["weights"], strict=True):
+def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for one, other in zip(result["weights"], expected["weights"], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
-    assert found["accuracy"] == expected["accuracy"]  # counted exactly: 21 images on two processes, batches of 4
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert result["accuracy"] == expected["accuracy"]  # counted exactly: 21 images on two processes, batches of 4
+    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [(), ("micro",)])
@@ -64,19 +64,21 @@ def test_two_processes_follow_the_loss_of_one(
 def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     data: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    torchrun(2, data, tmp_path / "run.json", "keep", "die=5", restarts=2)
-    found = json.loads((tmp_path / "run.json").read_text())
-    assert found["restarts"] == "1"
-    losses = len(found["losses"])
+    torchrun(2, data, tmp_path / "run.json", "checkpoint", "die=5", restarts=2)
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["restarts"] == "1"
+    losses = len(result["losses"])
     assert 0 < losses < len(alone["losses"])  # it went on, not anew
-    same({**found, "losses": alone["losses"][:-losses] + found["losses"]}, alone)
+    same({**result, "losses": alone["losses"][:-losses] + result["losses"]}, alone)
 
 
 def test_ten_kills_at_random_steps_change_no_bit(data: Path, tmp_path: Path) -> None:
     random = Random(0)
     for _ in range(10):
-        assert one_process(data, tmp_path / "killed.json", "long", "keep", f"die={random.randint(1, 4)}") == -SIGKILL
-    assert one_process(data, tmp_path / "killed.json", "long", "keep") == 0
+        assert (
+            one_process(data, tmp_path / "killed.json", "long", "checkpoint", f"die={random.randint(1, 4)}") == -SIGKILL
+        )
+    assert one_process(data, tmp_path / "killed.json", "long", "checkpoint") == 0
     assert one_process(data, tmp_path / "undisturbed.json", "long") == 0
     killed, undisturbed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("killed", "undisturbed"))
     assert len(killed["losses"]) < len(undisturbed["losses"])  # the last attempt was not the whole run
@@ -84,14 +86,14 @@ def test_ten_kills_at_random_steps_change_no_bit(data: Path, tmp_path: Path) -> 
         assert killed[name] == undisturbed[name]
 
 
-def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:
+def test_restarted_processes_do_not_read_what_earlier_ones_left() -> None:
     store = dist.HashStore()
     names = []
-    for attempt in range(3):  # the last of the first attempts speaks and dies, so its word stays
+    for attempt in range(3):  # in earlier attempts rank 2 dies and leaves its token
         if attempt < 2:
-            store.set("deepsquare/word/2", f"dead{attempt}")
+            store.set("deepsquare/token/2", f"dead{attempt}")
         with ThreadPoolExecutor(3) as threads:
-            stores = list(threads.map(lambda rank: rendezvous(store, rank, 3, patience=30), range(3)))
+            stores = list(threads.map(lambda rank: rendezvous(store, rank, 3, timeout=30), range(3)))
         stores[1].set("address", str(attempt))
         names += [one.get("address").decode() for one in stores]
         assert not stores[0].check(["address of another attempt"])
@@ -99,18 +101,18 @@ def test_those_who_meet_again_do_not_read_what_was_left_before() -> None:
     assert names == ["0"] * 3 + ["1"] * 3 + ["2"] * 3
 
 
-def test_one_who_does_not_come_is_told() -> None:
-    with pytest.raises(TimeoutError, match=r"1 of 2 processes have not come .* the first is 1;"):
-        rendezvous(dist.HashStore(), 0, 2, patience=0.1)
+def test_a_process_that_does_not_join_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"1 of 2 processes did not join .* the first is rank 1;"):
+        rendezvous(dist.HashStore(), 0, 2, timeout=0.1)
 
 
-def test_every_thing_is_one_process_s() -> None:
+def test_every_index_belongs_to_one_process() -> None:
     for size in (1, 2, 3, 7):
         parts = [list(DistributedContext(rank, size).shard(11)) for rank in range(size)]
         assert sorted(index for part in parts for index in part) == list(range(11))
 
 
-def test_an_environment_that_is_half_a_team_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with (
         pytest.raises(ValueError, match="has RANK but not LOCAL_RANK, WORLD_SIZE; start with torchrun"),

@@ -1,43 +1,22 @@
-"""The training loop: its steps against plain ones, its end on divergence, and runs that go on after a stop."""
+"""The training loop: its steps against plain SGD, divergence, and runs that are resumed."""
 
 import errno
 import math
 import os
 import platform
-from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.points import Points
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepsquare._bits import unpack_bits
 from deepsquare.training import CifarRecipe, DivergedError, History, Recipe, evaluate, fit
 from deepsquare.training.loop import PATIENCE, tune_malloc
-
-
-class Points:
-    """Two classes of points in the plane, as batches."""
-
-    def __init__(self, count: int = 64, batch: int = 16) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.labels = torch.arange(count) % 2
-        self.points = torch.randn(count, 2, generator=generator) + 4 * self.labels[:, None]
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return len(self.labels) // self.batch
-
-    def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
-        order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(number))
-        for index in torch.split(order, self.batch)[start:]:
-            yield self.points[index], self.labels[index]
-
-    def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield self.points, self.labels
 
 
 def network(seed: int = 0, dropout: float = 0.0) -> nn.Module:
@@ -48,7 +27,7 @@ def network(seed: int = 0, dropout: float = 0.0) -> nn.Module:
 RECIPE = Recipe(epochs=4, lr=0.05, warmup=1.0, weight_decay=1e-3)
 
 
-def test_the_rate_rises_linearly_and_falls_by_a_cosine() -> None:
+def test_the_lr_rises_linearly_and_decays_by_a_cosine() -> None:
     recipe = Recipe(epochs=12, lr=0.4, warmup=2)
     assert recipe.lr_at(0) == 0
     assert recipe.lr_at(1) == pytest.approx(0.2)
@@ -71,11 +50,11 @@ def test_the_rate_rises_linearly_and_falls_by_a_cosine() -> None:
         ("momentum", 0.0, "nesterov is True; expected False where momentum is 0"),
         ("weight_decay", -1.0, "weight_decay is -1.0; expected at least 0"),
         ("pad", -1, "pad is -1; expected at least 0"),
-        ("batch_size", 2.5, "batch_size is 2.5; expected a whole number"),
-        ("flip", "no", "flip is 'no'; expected true or false"),
+        ("batch_size", 2.5, "batch_size is 2.5; expected int"),
+        ("flip", "no", "flip is 'no'; expected bool"),
     ],
 )
-def test_a_recipe_says_what_is_wrong(field: str, value: float, message: str) -> None:
+def test_a_recipe_checks_its_values(field: str, value: float, message: str) -> None:
     arguments: dict[str, Any] = {"epochs": 4, field: value}
     with pytest.raises((ValueError, TypeError), match=message):
         CifarRecipe(**arguments)
@@ -139,12 +118,12 @@ def stop_after(epochs: int) -> Any:
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path: Path, epochs: int, dropout: float) -> None:
     data, whole = Points(), network(dropout=dropout)
     expected = fit(whole, data, RECIPE, data.evaluation)
-    place = tmp_path / "run.pt"
+    path = tmp_path / "run.pt"
     stopped = network(dropout=dropout)
     with pytest.raises(StoppedError):
-        fit(stopped, data, RECIPE, data.evaluation, checkpoint=place, identity="a", on_epoch=stop_after(epochs))
+        fit(stopped, data, RECIPE, data.evaluation, checkpoint=path, identity="a", on_epoch=stop_after(epochs))
     resumed = network(99, dropout)
-    history = fit(resumed, data, RECIPE, data.evaluation, checkpoint=place, identity="a")
+    history = fit(resumed, data, RECIPE, data.evaluation, checkpoint=path, identity="a")
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
     assert history.train_loss == expected.train_loss
@@ -152,27 +131,27 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path: Path, epochs: int, d
 
 
 def test_a_checkpoint_of_another_run_or_none_is_refused(tmp_path: Path) -> None:
-    data, place = Points(), tmp_path / "run.pt"
-    fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
-    before = place.read_bytes()
+    data, path = Points(), tmp_path / "run.pt"
+    fit(network(), data, RECIPE, data.evaluation, checkpoint=path, identity="a")
+    before = path.read_bytes()
     with pytest.raises(
-        ValueError, match=r"another run: its identity is a, expected b\. Remove it or give another place"
+        ValueError, match=r"another run: its identity is a, expected b\. Remove it or choose another path"
     ):
-        fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="b")
+        fit(network(), data, RECIPE, data.evaluation, checkpoint=path, identity="b")
     with pytest.raises(ValueError, match=r"another run: its momentum is 0.9, expected 0.5\. Remove"):
-        fit(network(), data, replace(RECIPE, momentum=0.5), data.evaluation, checkpoint=place, identity="a")
+        fit(network(), data, replace(RECIPE, momentum=0.5), data.evaluation, checkpoint=path, identity="a")
     with pytest.raises(ValueError, match=r"run\.pt belongs to another model: "):
-        fit(nn.Linear(2, 2), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
-    assert place.read_bytes() == before
+        fit(nn.Linear(2, 2), data, RECIPE, data.evaluation, checkpoint=path, identity="a")
+    assert path.read_bytes() == before
     for damaged in (b"", before[: len(before) // 2], b"nonsense"):
-        place.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"is not a training checkpoint.*remove it to start anew"):
-            fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
-    torch.save({"version": 2, "progress": {}}, place)
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is not a training checkpoint.*remove it to start again"):
+            fit(network(), data, RECIPE, data.evaluation, checkpoint=path, identity="a")
+    torch.save({"version": 2, "progress": {}}, path)
     with pytest.raises(
-        ValueError, match=r"has no average, model, optimiser, random, recipe, scaler; remove it to start anew"
+        ValueError, match=r"has no ema, model, optimizer, random, recipe, scaler; remove it to start again"
     ):
-        fit(network(), data, RECIPE, data.evaluation, checkpoint=place, identity="a")
+        fit(network(), data, RECIPE, data.evaluation, checkpoint=path, identity="a")
 
 
 class Sabotage(nn.Module):
@@ -188,7 +167,7 @@ class Sabotage(nn.Module):
         return out
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_lost() -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_the_weights() -> None:
     data, model = Points(), Sabotage(after=6, factor=math.nan)
     with pytest.raises(DivergedError, match=r"epoch 2: the loss is nan at step 3, lr 0\.\d+; try a lower lr") as info:
         fit(model, data, RECIPE, data.evaluation)
@@ -196,14 +175,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_lost() ->
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_what_is_no_number_is_no_right_answer() -> None:
-    said = torch.tensor([[torch.nan, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    shown = evaluate(nn.Identity(), [(said, torch.zeros(3, dtype=torch.int64))])
-    assert (shown.accuracy, shown.top5) == pytest.approx((1 / 3, 2 / 3))
-    assert shown.overflows == 1
+def test_nan_logits_count_as_misclassified() -> None:
+    logits = torch.tensor([[torch.nan, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    metrics = evaluate(nn.Identity(), [(logits, torch.zeros(3, dtype=torch.int64))])
+    assert (metrics.accuracy, metrics.top5) == pytest.approx((1 / 3, 2 / 3))
+    assert metrics.overflows == 1
 
 
-def test_an_evaluation_that_is_not_finite_is_told_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_that_is_not_finite_is_logged_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     class OnlyInTraining(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
@@ -243,16 +222,18 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     data = Points()
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"cannot write the checkpoint .*run\.pt \(No space left on device\); make room"):
+    with pytest.raises(
+        OSError, match=r"cannot write the checkpoint .*run\.pt \(No space left on device\); free some space"
+    ):
         fit(network(), data, RECIPE, data.evaluation, checkpoint=tmp_path / "run.pt")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loss_that_stays_above_a_guess_counts_as_diverged() -> None:
+def test_a_loss_that_stays_above_chance_counts_as_diverged() -> None:
     data = Points()
     recipe = Recipe(epochs=10, warmup=2.0, lr=1e-6)
-    last = 2 + PATIENCE  # what the warm-up brings is not judged
-    with pytest.raises(DivergedError, match=rf"epoch {last}: the loss was .* that of a guess is 0.693") as info:
+    last = 2 + PATIENCE  # the warm-up is not judged
+    with pytest.raises(DivergedError, match=rf"epoch {last}: the loss is .*, no better than chance \(0.693\)") as info:
         fit(Sabotage(after=-1, factor=-100), data, recipe, data.evaluation)
     assert info.value.history.epochs == last
     short = Recipe(epochs=1, warmup=0.0, lr=1e-6)
