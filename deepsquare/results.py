@@ -1,7 +1,7 @@
-"""The results store: append-only rows, one JSON object a line, each with the conditions it was found under.
+"""The results store: append-only rows, one JSON object per line, each with the conditions of its run.
 
-A row is appended with one write under a lock and flushed to the disk, so that a killed process leaves at
-worst a cut last line; the next writer removes it, and readers pass over it. Two writers can share a store.
+A row is appended with one write under a lock and flushed to disk, so a killed process leaves at most a truncated
+last line: readers skip it and the next writer removes it. Several writers can share a store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -23,53 +22,43 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+
+from deepsquare._files import atomic_write
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where appends of two grids are not told apart
+except ImportError:  # Windows: concurrent appends are not serialized
     fcntl = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One run: what was run, how, what came out, and where."""
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run: what was run, how, its metrics, and where."""
 
-    experiment: str  # which grid: "cifar10"
-    row: str  # which row of it: "DeepSquare3"
+    experiment: str  # the group of runs: "cifar10"
+    row: str  # the label within it: "DeepSquare3"
     seed: int
     recipe: Mapping[str, Any]
     metrics: Mapping[str, Any]  # final values, and lists with one value per epoch
     seconds: float
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = msgspec.field(default_factory=dict)
     hardware: str = ""
     commit: str | None = None
     date: str = ""
 
-    def __post_init__(self) -> None:
-        for name, types, expected in (
-            ("experiment", str, "a string"),
-            ("row", str, "a string"),
-            ("seed", int, "a whole number"),
-            ("recipe", Mapping, "an object"),
-            ("metrics", Mapping, "an object"),
-            ("seconds", (int, float), "a number"),
-            ("versions", Mapping, "an object"),
-            ("hardware", str, "a string"),
-            ("commit", (str, type(None)), "a string or null"),
-            ("date", str, "a string"),
-        ):
-            if not isinstance(getattr(self, name), types):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; expected {expected}")
-
     @property
     def key(self) -> str:
-        """What makes a run the same run: everything that decides its outcome."""
-        return key(self.experiment, self.row, self.seed, self.recipe)
+        """The identity of the run; see :func:`run_key`."""
+        return run_key(self.experiment, self.row, self.seed, self.recipe)
+
+    def to_json(self) -> bytes:
+        """The row as a line of a store."""
+        return json.dumps(msgspec.structs.asdict(self), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def key(experiment: str, row: str, seed: int, recipe: Mapping[str, Any]) -> str:
-    """The identity of a run, known before it starts."""
+def run_key(experiment: str, row: str, seed: int, recipe: Mapping[str, Any]) -> str:
+    """The identity of a run, known before it starts: everything that determines its result."""
     return json.dumps([experiment, row, seed, recipe], sort_keys=True)
 
 
@@ -80,7 +69,7 @@ class Store:
         self.path = Path(path)
 
     def rows(self) -> list[Row]:
-        """Every whole row, in the order of writing; a cut last line is passed over with a warning."""
+        """All complete rows in the order they were written; a truncated last line is skipped with a warning."""
         if not self.path.exists():
             return []
         rows = []
@@ -89,33 +78,39 @@ class Store:
             if not line:
                 continue
             try:
-                rows.append(Row(**json.loads(line)))
-            except (ValueError, TypeError) as error:
+                rows.append(msgspec.json.decode(line, type=Row))
+            except ValueError as error:
                 if number == len(lines):  # no newline after it: the writer was stopped
-                    warnings.warn(f"{self.path}: the last line is cut; that run will be done again", stacklevel=2)
+                    warnings.warn(f"{self.path}: the last line is truncated; its run will be repeated", stacklevel=2)
                     continue
-                reason = f"{self.path}, line {number}: not a row ({error}); remove that line to go on"
+                reason = f"{self.path}, line {number}: not a row ({error}); remove that line to continue"
                 raise ValueError(reason) from error
         return rows
 
     def append(self, row: Row) -> bool:
-        """Add a row with its conditions, unless the store has one of its key; whether it was added."""
-        complete = Row(**{**asdict(row), **conditions()})
+        """Add a row with the current conditions; False if the store already has a row with its key."""
+        line = msgspec.structs.replace(row, **conditions()).to_json()
+        msgspec.json.decode(line, type=Row)  # fail before writing if a field has the wrong type
         with self._locked() as file:
-            _end_last_line(file)
+            _repair_last_line(file)
             if any(present.key == row.key for present in self.rows()):
                 return False
             start = file.seek(0, os.SEEK_END)
-            line = json.dumps(asdict(complete), ensure_ascii=False, allow_nan=False).encode() + b"\n"
             try:
                 if file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file.fileno())
-            except OSError as error:  # leave no half line
+            except OSError as error:  # leave no partial line
                 file.truncate(start)
-                reason = f"cannot write a row into {self.path} ({error.strerror}); make room and run the same command"
+                reason = f"cannot write a row to {self.path} ({error.strerror}); free some space and run it again"
                 raise OSError(reason) from error
         return True
+
+    def replace(self, rows: Iterable[Row]) -> None:
+        """Write ``rows`` as they are, instead of all present rows; the file is replaced atomically."""
+        content = b"".join(row.to_json() for row in rows)
+        with atomic_write(self.path) as temporary:
+            temporary.write_bytes(content)
 
     @contextmanager
     def _locked(self) -> Iterator[FileIO]:
@@ -123,19 +118,19 @@ class Store:
         with self.path.open("ab+", buffering=0) as file:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
-            yield file  # closing the file gives the lock back
+            yield file  # closing the file releases the lock
 
 
-def _end_last_line(file: FileIO) -> None:
-    """End the last line if it is a whole row; remove it if it was cut."""
+def _repair_last_line(file: FileIO) -> None:
+    """Add the missing newline if the last line is a complete row; else remove the line."""
     file.seek(0)
-    written = file.read()
-    end = written.rfind(b"\n") + 1
-    if end == len(written):
+    content = file.read()
+    end = content.rfind(b"\n") + 1
+    if end == len(content):
         return
     try:
-        Row(**json.loads(written[end:]))
-    except (ValueError, TypeError):
+        msgspec.json.decode(content[end:], type=Row)
+    except ValueError:
         file.truncate(end)
     else:
         file.write(b"\n")
@@ -147,7 +142,7 @@ def round_for_json(values: Iterable[float], digits: int = 4) -> list[float | Non
 
 
 def conditions() -> dict[str, Any]:
-    """Versions, hardware, commit and date, as every row carries them."""
+    """Versions, hardware, commit and date, as stored in every row."""
     return {**_fixed_conditions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
@@ -155,12 +150,12 @@ def conditions() -> dict[str, Any]:
 def _fixed_conditions() -> dict[str, Any]:
     try:
         version = metadata.version("deepsquare")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
         version = None
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    capability = torch.backends.cpu.get_cpu_capability()  # AVX2, AVX512 …: names of virtual processors hide it
+    capability = torch.backends.cpu.get_cpu_capability()  # AVX2, AVX512 …: the names of virtual CPUs do not tell
     return {
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "deepsquare": version},
         "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs, {capability}",
@@ -173,7 +168,7 @@ def _commit() -> str | None:
     root = Path(__file__).parent.parent
     git = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split("\n")
+        output = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split("\n")
     except OSError:  # no git
         return None
-    return said[1] if len(said) > 1 and Path(said[0]) == root.resolve() else None
+    return output[1] if len(output) > 1 and Path(output[0]) == root.resolve() else None

@@ -1,4 +1,4 @@
-"""The store: what is appended is there, whole, once, whatever happens to its writers."""
+"""The store: every appended row is there, complete and once, whatever happens to its writers."""
 
 import json
 import multiprocessing
@@ -35,59 +35,85 @@ def test_the_same_run_is_stored_once(tmp_path: Path) -> None:
     assert store.append(row())
     assert not store.append(row(metrics={"accuracy": 0.9}))
     assert store.append(row(recipe={"lr": 0.2}))
-    assert [found.metrics["accuracy"] for found in store.rows()] == [0.5, 0.5]
+    assert [row.metrics["accuracy"] for row in store.rows()] == [0.5, 0.5]
 
 
-def test_a_cut_last_line_is_passed_over_and_then_removed(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_skipped_and_then_removed(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     store.append(row(0))
-    whole = store.path.read_bytes()
+    complete = store.path.read_bytes()
     store.append(row(1))
     store.path.write_bytes(store.path.read_bytes()[:-20])
-    with pytest.warns(UserWarning, match="the last line is cut; that run will be done again"):
-        assert [found.seed for found in store.rows()] == [0]
+    with pytest.warns(UserWarning, match="the last line is truncated; its run will be repeated"):
+        assert [row.seed for row in store.rows()] == [0]
     store.append(row(2))
-    assert [found.seed for found in store.rows()] == [0, 2]
-    assert store.path.read_bytes().startswith(whole)
+    assert [row.seed for row in store.rows()] == [0, 2]
+    assert store.path.read_bytes().startswith(complete)
 
 
-def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     store.append(row(0))
     store.append(row(1))
     store.path.write_bytes(store.path.read_bytes()[:-1])
     store.append(row(2))
-    assert [found.seed for found in store.rows()] == [0, 1, 2]
+    assert [row.seed for row in store.rows()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("field", "value"), [("metrics", None), ("recipe", [1]), ("seed", "0"), ("date", None)])
-def test_a_row_of_other_types_is_named(tmp_path: Path, field: str, value: object) -> None:
+def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, value: object) -> None:
     store = Store(tmp_path / "rows.jsonl")
     store.append(row(0))
     store.path.write_text(json.dumps(json.loads(store.path.read_text()) | {field: value}) + "\n")
-    with pytest.raises(ValueError, match=rf"line 1: not a row \({field} is .*; expected"):
+    with pytest.raises(ValueError, match=rf"line 1: not a row \(Expected .* at `\$\.{field}`\)"):
         store.rows()
 
 
-def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_nan_is_rejected(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match="JSON"):
         store.append(row(metrics={"loss": float("nan")}))
     assert store.rows() == []
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_malformed_line_in_the_middle_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path / "rows.jsonl")
     store.append(row(0))
     store.path.write_text("nonsense\n" + store.path.read_text())
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: not a row .*; remove that line to go on"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: not a row .*; remove that line to continue"):
         store.rows()
     store.path.write_text(json.dumps({"experiment": "e"}) + "\n")
-    with pytest.raises(ValueError, match="line 1: not a row"):
+    with pytest.raises(ValueError, match=r"line 1: not a row \(Object missing required field `row`\)"):
         store.rows()
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_field_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    store.path.write_text(json.dumps(json.loads(store.path.read_text()) | {"colour": "red"}) + "\n")
+    with pytest.raises(ValueError, match="unknown field `colour`"):
+        store.rows()
+
+
+def test_a_wrong_type_is_not_written(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=r"Expected `int`, got `str` - at `\$\.seed`"):
+        store.append(row(seed="0"))  # type: ignore[arg-type]
+    assert store.rows() == []
+
+
+def test_replace_writes_the_rows_as_they_are(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    rows = [row(1, date="2026-01-01", commit="abc"), row(2)]
+    store.replace(rows)
+    assert store.rows() == rows
+    with pytest.raises(ValueError, match="JSON"):
+        store.replace([row(metrics={"loss": float("inf")})])
+    assert store.rows() == rows
+
+
+def test_a_full_disk_leaves_no_partial_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "rows.jsonl")
     store.append(row(0))
     before = store.path.read_bytes()
@@ -96,7 +122,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot write a row into .* \(No space left on device\); make room"):
+    with pytest.raises(OSError, match=r"cannot write a row to .* \(No space left on device\); free some space"):
         store.append(row(1))
     monkeypatch.undo()
     assert store.path.read_bytes() == before
@@ -119,5 +145,5 @@ def test_two_writers_share_a_store(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
-    found = [(one.row, one.seed) for one in Store(path).rows()]
-    assert len(found) == len(set(found)) == 45
+    written = [(row.row, row.seed) for row in Store(path).rows()]
+    assert len(written) == len(set(written)) == 45

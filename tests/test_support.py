@@ -1,13 +1,15 @@
 """The support matrix: its rows are complete, its page is made of them, and small models confirm them here and now."""
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from msgspec import json
+
+from deepsquare.results import Row
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,37 +25,35 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def rows(script: ModuleType) -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = {}
-    for row in script.read_rows():
-        table.setdefault(row["model"], {})[row["word"]] = row
+def rows(script: ModuleType) -> dict[str, dict[str, Row]]:
+    table: dict[str, dict[str, Row]] = {}
+    for row in script.STORE.rows():
+        table.setdefault(row.recipe["model"], {})[row.recipe["term"]] = row
     return table
 
 
-def sound(words: dict[str, Any]) -> bool:
-    return not any(row["outcome"].startswith("fails") for row in words.values())
+def sound(terms: dict[str, Row]) -> bool:
+    return not any(row.metrics["outcome"].startswith("fails") for row in terms.values())
 
 
 def test_every_cnn_of_torchvision_takes_every_word_it_has_a_site_for(script: ModuleType, rows: dict[str, Any]) -> None:
     for _, name in script.torchvision_models():
-        assert set(rows[name]) == set(script.WORDS), name
+        assert set(rows[name]) == set(script.TERMS), name
         assert sound(rows[name]), name
 
 
 def test_nine_in_ten_of_timms_families_do(script: ModuleType, rows: dict[str, Any]) -> None:
-    models = {name: words for name, words in rows.items() if name.startswith("timm/")}
-    modules = {words["pooling"]["family"].split("/")[0] for words in models.values()}
+    models = {name: terms for name, terms in rows.items() if name.startswith("timm/")}
+    modules = {terms["pooling"].recipe["family"].split("/")[0] for terms in models.values()}
     timm = pytest.importorskip("timm")
     assert modules == set(timm.list_modules()) - script.OTHER_NETWORKS - {"timm_models"}
-    assert all(set(words) == set(script.WORDS) for words in models.values())
+    assert all(set(terms) == set(script.TERMS) for terms in models.values())
     assert sum(map(sound, models.values())) >= 0.9 * len(models)
 
 
 def test_the_page_is_made_of_the_rows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "PAGE", tmp_path / "support.md")
-    monkeypatch.setattr(script, "ROWS", tmp_path / "support.jsonl")
-    (tmp_path / "support.jsonl").write_text((ROOT / "results" / "support.jsonl").read_text() + '{"cut": ')
     script.render()
     assert (tmp_path / "support.md").read_text() == (ROOT / "docs" / "support.md").read_text()
 
@@ -77,11 +77,13 @@ SMALL = [
 @pytest.mark.parametrize("name", SMALL)
 def test_small_models(script: ModuleType, rows: dict[str, Any], name: str) -> None:
     threads = torch.get_num_threads()
-    found = script.rows_of("", name, script.WORDS)
+    computed = {row.recipe["term"]: row for row in script.rows_of("", name, script.TERMS)}
     torch.set_num_threads(threads)
-    assert [row["outcome"] for row in found if row["outcome"].startswith("fails")] == []
-    outcomes = {row["word"]: (row["outcome"], row["sites"]) for row in found}
-    assert outcomes["softmin"] == ("works", 1)
+    assert sound(computed), [row.metrics["outcome"] for row in computed.values()]
+    outcomes = {term: row.metrics for term, row in computed.items()}
+    assert outcomes["softmin"] == {"outcome": "works", "sites": 1}
     if name in rows:
-        assert outcomes == {word: (row["outcome"], row["sites"]) for word, row in rows[name].items()}
-    json.dumps(found)
+        assert outcomes == {term: row.metrics for term, row in rows[name].items()}
+    assert [json.decode(row.to_json(), type=Row).row for row in computed.values()] == [
+        row.row for row in computed.values()
+    ]

@@ -1,4 +1,4 @@
-"""Means with 95% intervals by Student's t distribution, and medians with theirs by ranks."""
+"""Means with 95% confidence intervals by Student's t distribution, and medians with rank-based intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over ``n`` seeds and half the width of its interval, which is infinite for one seed."""
+    """A mean over ``n`` seeds and the half-width of its interval, infinite for one seed."""
 
     mean: float
     half: float
@@ -23,7 +23,7 @@ class Interval:
 
     @classmethod
     def read(cls, stored: Mapping[str, float], n: int, unit: float = 1) -> Interval:
-        """An interval of a row of the store, in which it has its ends, times ``unit``."""
+        """The interval stored in a row as mean, low and high, times ``unit``."""
         return cls(unit * stored["mean"], unit * (stored["high"] - stored["low"]) / 2, n)
 
     @property
@@ -38,15 +38,15 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether there is an interval at all: two seeds or more."""
+        """Whether the interval is finite: two seeds or more."""
         return math.isfinite(self.half)
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` lies within."""
+        """Whether the interval contains ``value``."""
         return self.low <= value <= self.high
 
-    def shown(self, signed: bool = False) -> str:
-        """``mean ± half``, to the second digit of the latter."""
+    def format(self, signed: bool = False) -> str:
+        """``mean ± half``, rounded to the second significant digit of ``half``."""
         sign = "+" if signed else ""
         if not self.bounded or self.half == 0:
             return f"{self.mean:{sign}.4g}".replace("-", "−")
@@ -55,7 +55,7 @@ class Interval:
 
 
 def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> Interval | None:
-    """Mean ± t·s/√n with n − 1 degrees of freedom; None for no values."""
+    """Mean ± t·s/√n with n − 1 degrees of freedom; None without values."""
     n = len(values)
     if n == 0:
         return None
@@ -73,7 +73,7 @@ def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Interval |
 
 @dataclass(frozen=True)
 class Median:
-    """A median and the ends of its interval."""
+    """A median and the bounds of its interval."""
 
     value: float
     low: float
@@ -81,12 +81,12 @@ class Median:
 
 
 def median(values: Sequence[float]) -> Median:
-    """For times, which have outliers: the interval goes by the ranks, and with fewer than 9 it is the range."""
+    """For times, which have outliers: a rank-based interval, which is the range for fewer than 9 values."""
     ordered = sorted(values)
     rank = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1)
     return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:
-    """How many times as large as ``base``, measured in turns: the median over the turns."""
+    """The median of the ratios to ``base``, paired by round."""
     return median([value / other for value, other in zip(values, base, strict=True)])

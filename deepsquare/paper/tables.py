@@ -1,4 +1,4 @@
-"""The paper's tables as data: a row is a label, a model, a spec and the accuracies stated for them.
+"""The paper's tables as data: a row is a label, a model, a spec and the paper's accuracies.
 
 NOTE not in paper: the scale of Square-Softmin is per channel on CIFAR-10, as Equation (24) has it, and shared on
 ImageNet, as Section 5 says; DeepSquare6 and DeepSquare8 use the scaled, negative form of DeepSquare5s-.
@@ -12,8 +12,8 @@ from deepsquare.training.named_recipes import LONGER, RECIPES
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A row of a table. ``top1`` is None where the paper states divergence."""
+class PaperRow:
+    """A row of a table. ``top1`` is None if the paper reports divergence."""
 
     label: str
     spec: str
@@ -21,23 +21,19 @@ class Entry:
     top5: float | None = None
     detail: str = ""
     model: str = "vanilla_cnn"
-    epochs: int | None = None  # where a row has its own number of them
-    recipe: str = ""  # the library's recipe that trains it, by name
+    epochs: int | None = None  # if not those of the table's other rows
+    recipe: str = ""  # the name of the library's recipe that trains it
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table: its rows, the first of each model being what the others are compared with."""
+    """A table; each row is compared with the unmodified model of the same architecture."""
 
-    number: int  # 0 for one that is not in the paper
+    number: int  # 0 if it is not in the paper
     title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[PaperRow, ...]
     data: str = "CIFAR-10"
-    detail: str = ""  # the heading of the entries' detail
-
-    def baseline(self, entry: Entry) -> Entry:
-        """The row that ``entry`` is compared with: the plain model."""
-        return next(other for other in self.entries if other.model == entry.model and other.spec == "")
+    detail: str = ""  # the heading of the rows' detail column
 
 
 _SQUARE_1, _SQUARE_2 = "square(after='layer1')", "square(after='layer2')"
@@ -47,18 +43,18 @@ TABLE_2 = PaperTable(
     2,
     "Ways to put squares into the vanilla CNN",
     (
-        Entry("Original", "", 81.71, detail="None"),
-        Entry("DeepSquare1", _SQUARE_1, 80.32, detail="1_2"),
-        Entry("DeepSquare2", _SQUARE_2, 81.69, detail="2_3"),
-        Entry("DeepSquare3", "pooling", 82.77, detail="3_4"),
-        Entry("DeepSquare4", "square(after='pool')", 81.39, detail="4_5"),
-        Entry("DeepSquare5+", "softmin(scale='none', sign=1)", 76.88, detail="5_"),
-        Entry("DeepSquare5-", "softmin(scale='none')", 82.24, detail="5_"),
-        Entry("DeepSquare5s+", "softmin(scale='channel', sign=1)", 81.93, detail="5_"),
-        Entry("DeepSquare5s-", _SOFTMIN, 82.76, detail="5_"),
-        Entry("DeepSquare6", f"{_SQUARE_1}+{_SQUARE_2}+pooling+{_SOFTMIN}", None, detail="1_2_3_4, 5_"),
-        Entry("DeepSquare7", f"{_SQUARE_1}+{_SQUARE_2}+pooling", 79.75, detail="1_2_3_4"),
-        Entry("DeepSquare8", f"pooling+{_SOFTMIN}", 82.68, detail="3_4, 5_"),
+        PaperRow("Original", "", 81.71, detail="None"),
+        PaperRow("DeepSquare1", _SQUARE_1, 80.32, detail="1_2"),
+        PaperRow("DeepSquare2", _SQUARE_2, 81.69, detail="2_3"),
+        PaperRow("DeepSquare3", "pooling", 82.77, detail="3_4"),
+        PaperRow("DeepSquare4", "square(after='pool')", 81.39, detail="4_5"),
+        PaperRow("DeepSquare5+", "softmin(scale='none', sign=1)", 76.88, detail="5_"),
+        PaperRow("DeepSquare5-", "softmin(scale='none')", 82.24, detail="5_"),
+        PaperRow("DeepSquare5s+", "softmin(scale='channel', sign=1)", 81.93, detail="5_"),
+        PaperRow("DeepSquare5s-", _SOFTMIN, 82.76, detail="5_"),
+        PaperRow("DeepSquare6", f"{_SQUARE_1}+{_SQUARE_2}+pooling+{_SOFTMIN}", None, detail="1_2_3_4, 5_"),
+        PaperRow("DeepSquare7", f"{_SQUARE_1}+{_SQUARE_2}+pooling", 79.75, detail="1_2_3_4"),
+        PaperRow("DeepSquare8", f"pooling+{_SOFTMIN}", 82.68, detail="3_4, 5_"),
     ),
     detail="Position of EleSquare",
 )
@@ -67,23 +63,23 @@ TABLE_3 = PaperTable(
     3,
     "Square-Pooling, GeM and higher moments",
     (
-        Entry("Original", "", 81.71, detail="1"),
-        Entry("GeM (p=2)", "gem(p=2, learnable=False)", 82.51, detail="–"),
-        Entry("Square-Pooling", "pooling", 82.77, detail="2"),
-        Entry("Variant1", "moment3", 82.23, detail="3"),
-        Entry("Variant2", "moment4", 78.84, detail="4"),
-        Entry("Variant3", "moment5", 80.34, detail="5"),
-        Entry("Variant4", "moment6", 73.00, detail="6"),
+        PaperRow("Original", "", 81.71, detail="1"),
+        PaperRow("GeM (p=2)", "gem(p=2, learnable=False)", 82.51, detail="–"),
+        PaperRow("Square-Pooling", "pooling", 82.77, detail="2"),
+        PaperRow("Variant1", "moment3", 82.23, detail="3"),
+        PaperRow("Variant2", "moment4", 78.84, detail="4"),
+        PaperRow("Variant3", "moment5", 80.34, detail="5"),
+        PaperRow("Variant4", "moment6", 73.00, detail="6"),
     ),
     detail="Order of moments",
 )
 
 
-def _imagenet(recipe: str, label: str, top1: float, top5: float, detail: str = "") -> Entry:
-    """A row that is trained by a recipe of the library."""
-    found = RECIPES[recipe]
-    own_epochs = found.epochs if recipe == f"{LONGER[0]}@{LONGER[1]}" else None
-    return Entry(label, found.spec, top1, top5, detail, found.model, own_epochs, recipe)
+def _imagenet(recipe: str, label: str, top1: float, top5: float, detail: str = "") -> PaperRow:
+    """A row that a recipe of the library trains."""
+    named = RECIPES[recipe]
+    epochs = named.epochs if recipe == f"{LONGER[0]}@{LONGER[1]}" else None
+    return PaperRow(label, named.spec, top1, top5, detail, named.model, epochs, recipe)
 
 
 TABLE_4 = PaperTable(
@@ -118,15 +114,15 @@ TABLE_5 = PaperTable(
 
 TABLE_6 = PaperTable(
     6,
-    "SP & SEx and its peers on ResNet50",
+    "SP & SEx and the baselines on ResNet50",
     (
         _imagenet("resnet50+pooling+excitation", "SP & SEx", 78.14, 94.05, "0%"),
-        Entry("MPN-COV", "mpn_cov", 77.26, 93.46, "120%", "resnet50"),
-        Entry("iSQRT-COV", "isqrt_cov", 77.86, 93.78, "120%", "resnet50"),
-        Entry("GSoP-Net1", "gsop1", 77.68, 93.98, "10%", "resnet50"),
-        Entry("GSoP-Net2", "gsop2", 78.81, 94.36, "130%", "resnet50"),
-        Entry("SE", "se", 76.71, 93.38, "10%", "resnet50"),
-        Entry("GE-θ", "ge_theta", 78.00, 94.13, "22%", "resnet50"),
+        PaperRow("MPN-COV", "mpn_cov", 77.26, 93.46, "120%", "resnet50"),
+        PaperRow("iSQRT-COV", "isqrt_cov", 77.86, 93.78, "120%", "resnet50"),
+        PaperRow("GSoP-Net1", "gsop1", 77.68, 93.98, "10%", "resnet50"),
+        PaperRow("GSoP-Net2", "gsop2", 78.81, 94.36, "130%", "resnet50"),
+        PaperRow("SE", "se", 76.71, 93.38, "10%", "resnet50"),
+        PaperRow("GE-θ", "ge_theta", 78.00, 94.13, "22%", "resnet50"),
     ),
     "ImageNet",
     detail="+Parameters",
@@ -148,38 +144,38 @@ TABLE_7 = PaperTable(
 )
 
 
-def _after_each_layer(word: str) -> str:
-    return "+".join(f"{word}(after='{layer}')" for layer in ("layer1", "layer2", "layer3"))
+def _after_each_layer(term: str) -> str:
+    return "+".join(f"{term}(after='{layer}')" for layer in ("layer1", "layer2", "layer3"))
 
 
-# NOTE not in paper: the peers in the vanilla CNN, where gates stand after each layer, as it has no blocks.
+# NOTE not in paper: the baselines in the vanilla CNN. It has no blocks, so channel attention follows each layer.
 BASELINES_TABLE = PaperTable(
     0,
-    "The peers in the vanilla CNN",
+    "The baselines in the vanilla CNN",
     (
-        Entry("Original", "", None, detail="–"),
-        Entry("Square-Pooling", "pooling", None, detail="pooling"),
-        Entry("DeepSquare5s-", _SOFTMIN, None, detail="logits"),
-        Entry("SE", _after_each_layer("se"), None, detail="each layer"),
-        Entry("GE-θ⁻", _after_each_layer("ge_theta_minus"), None, detail="each layer"),
-        Entry("Bilinear (C=32)", "bilinear(size=32)", None, detail="pooling"),
-        Entry("iSQRT-COV (C=64)", "isqrt_cov(size=64)", None, detail="pooling, last layer at stride 1"),
-        Entry("iSQRT-COV (C=64), stride 2", "isqrt_cov(size=64, dense=False)", None, detail="pooling"),
+        PaperRow("Original", "", None, detail="–"),
+        PaperRow("Square-Pooling", "pooling", None, detail="pooling"),
+        PaperRow("DeepSquare5s-", _SOFTMIN, None, detail="logits"),
+        PaperRow("SE", _after_each_layer("se"), None, detail="each layer"),
+        PaperRow("GE-θ⁻", _after_each_layer("ge_theta_minus"), None, detail="each layer"),
+        PaperRow("Bilinear (C=32)", "bilinear(size=32)", None, detail="pooling"),
+        PaperRow("iSQRT-COV (C=64)", "isqrt_cov(size=64)", None, detail="pooling, last layer at stride 1"),
+        PaperRow("iSQRT-COV (C=64), stride 2", "isqrt_cov(size=64, dense=False)", None, detail="pooling"),
     ),
-    detail="Place",
+    detail="Position",
 )
 TABLES = (TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7)
 
 _SMALLEST = "shufflenet_v2_x0_5"
 CONTINUED = PaperTable(
     0,
-    "A trained network continued, with the squares and without",
+    "A trained network continued, with and without squares",
     (
-        Entry("ShuffleNetV2-0.5×", "", None, model=_SMALLEST),
-        Entry("Square-Pooling (SP)", "pooling", None, model=_SMALLEST),
-        Entry("Square-Softmin (SS)", "softmin", None, model=_SMALLEST),
-        Entry("Square-Encoding (SEn)", "encoding", None, model=_SMALLEST),
-        Entry("SP & SEx", "pooling+excitation", None, model=_SMALLEST),
+        PaperRow("ShuffleNetV2-0.5×", "", None, model=_SMALLEST),
+        PaperRow("Square-Pooling (SP)", "pooling", None, model=_SMALLEST),
+        PaperRow("Square-Softmin (SS)", "softmin", None, model=_SMALLEST),
+        PaperRow("Square-Encoding (SEn)", "encoding", None, model=_SMALLEST),
+        PaperRow("SP & SEx", "pooling+excitation", None, model=_SMALLEST),
     ),
     data="continued",
 )

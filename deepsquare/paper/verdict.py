@@ -6,13 +6,13 @@ from enum import Enum
 
 from deepsquare.paper.statistics import Interval
 
-SEEDS = 3  # with fewer nothing is concluded
+SEEDS = 3  # with fewer, every verdict is inconclusive
 NO_DIFFERENCE = 0.1  # points: a claim below it is a claim of no difference
-MARGIN = 0.5  # points: how near to 0 a difference counts as none
+MARGIN = 0.5  # points: a smaller difference counts as none
 
 
 class Verdict(Enum):
-    """What the runs say on a claim."""
+    """Whether the runs agree with a claim."""
 
     REPRODUCED = "reproduced"
     CONTRARY = "contrary"
@@ -23,15 +23,15 @@ def judge(claim: float | None, improvement: Interval | None, runs: int, diverged
     """Compare the paper's improvement with ours.
 
     Args:
-        claim: the paper's improvement in points; None where it states divergence.
-        improvement: ours, paired by seed, in points; None where no pair is left.
+        claim: the paper's improvement in points; None if it reports divergence.
+        improvement: ours, paired by seed, in points; None if there is no pair.
         runs: how many seeds were run.
         diverged: how many of them diverged; they are not in ``improvement``.
     """
     if claim is None:
         return _judge_divergence(runs, diverged)
     if runs >= SEEDS and 2 * diverged > runs:
-        return Verdict.CONTRARY  # the paper's network trained; what is left of ours is no fair sample
+        return Verdict.CONTRARY  # the paper's network trained; the runs that did not diverge are a biased sample
     if improvement is None or improvement.n < SEEDS:
         return Verdict.INCONCLUSIVE
     low, high = improvement.low, improvement.high
@@ -43,7 +43,7 @@ def judge(claim: float | None, improvement: Interval | None, runs: int, diverged
 
 
 def judge_sign(sign: int, difference: Interval) -> Verdict:
-    """Whether a difference has the sign that the paper claims, where it gives no number."""
+    """Compare the sign of a difference with the paper's claim, if it gives no number."""
     if difference.n < SEEDS or not difference.bounded or difference.holds(0):
         return Verdict.INCONCLUSIVE
     return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY

@@ -1,6 +1,6 @@
 """Section 3.1: the exact count of connected components, and the run that draws Figure 2."""
 
-import json
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from deepsquare.paper.fig2.regions import (
     on_grid,
     window_components,
 )
+from deepsquare.results import Store
 
 IDENTITY = ((1, 0), (0, 1))
 ACTIVATIONS: tuple[Activation, Activation] = ("square", "relu")
@@ -31,7 +32,7 @@ def network(
     bias: tuple[float, float] = (0, 0),
 ) -> Network:
     """A network whose decision function is D = a·σ(h₁) + c·σ(h₂) + d."""
-    return Network.of(first, bias, ((a + 5, 5), (c - 2, -2)), (d + 1, 1))
+    return Network.from_weights(first, bias, ((a + 5, 5), (c - 2, -2)), (d + 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,9 @@ def test_rank_zero_is_constant(bias: tuple[int, int], expected: tuple[int, int])
 def test_no_tolerance() -> None:
     """One unit in the last place of one bias is the difference between crossing lines and a hyperbola."""
     weights = (((0.1, 0.7), (0.3, -0.2)), (0.1, 0.2), ((1.0, 0.0), (0.0, 1.0)))
-    assert components(Network.of(*weights, (0.1, 0.1)), "square") == (2, 2)
-    assert components(Network.of(*weights, (0.1, np.nextafter(0.1, 1))), "square") == (2, 1)
-    assert Network.of(((0.1, 0.3), (0.3, 0.9)), *weights[1:], (0.1, 0.2)).rank == 2  # 0.1 is not 1/10
+    assert components(Network.from_weights(*weights, (0.1, 0.1)), "square") == (2, 2)
+    assert components(Network.from_weights(*weights, (0.1, np.nextafter(0.1, 1))), "square") == (2, 1)
+    assert Network.from_weights(((0.1, 0.3), (0.3, 0.9)), *weights[1:], (0.1, 0.2)).rank == 2  # 0.1 is not 1/10
 
 
 def _grid_agrees(net: Network, activation: Activation, reach: float) -> bool:
@@ -154,7 +155,7 @@ def test_agrees_with_flood_fill_at_rank_one(decision: tuple[int, int, int], bias
         assert _grid_agrees(net, activation, 20)
 
 
-def test_a_window_misleads() -> None:
+def test_a_window_gives_a_wrong_count() -> None:
     """The network of the third panel: connected round a tip that the window leaves out."""
     panel = fig2.PANELS[2]
     assert panel.window is not None
@@ -169,7 +170,7 @@ def test_a_window_misleads() -> None:
 numbers = st.integers(-3, 3) | st.floats(-4, 4)
 pairs = st.tuples(numbers, numbers)
 matrices = st.tuples(pairs, pairs)
-networks = st.builds(Network.of, matrices, pairs, matrices, pairs)
+networks = st.builds(Network.from_weights, matrices, pairs, matrices, pairs)
 activations = st.sampled_from(ACTIVATIONS)
 
 
@@ -192,14 +193,14 @@ def test_affine_change_of_the_input(net: Network, activation: Activation, change
     assume(m11 * m22 != m12 * m21)
     first = [(p * m11 + q * m21, p * m12 + q * m22) for p, q in net.first]
     bias = [p * m1 + q * m2 + k for (p, q), k in zip(net.first, net.first_bias, strict=True)]
-    changed = Network.of(first, bias, net.second, net.second_bias)
+    changed = Network.from_weights(first, bias, net.second, net.second_bias)
     assert components(changed, activation) == components(net, activation)
 
 
 @given(networks, activations, st.fractions(min_value=Fraction(1, 50), max_value=50))
 def test_positive_rescaling(net: Network, activation: Activation, scale: Fraction) -> None:
     second = [[scale * w for w in row] for row in net.second]
-    scaled = Network.of(net.first, net.first_bias, second, [scale * b for b in net.second_bias])
+    scaled = Network.from_weights(net.first, net.first_bias, second, [scale * b for b in net.second_bias])
     assert components(scaled, activation) == components(net, activation)
 
 
@@ -215,7 +216,7 @@ def test_the_claims_of_section_3_1(net: Network) -> None:
 
 
 @given(networks, activations)
-def test_at_most_two_pieces_anywhere(net: Network, activation: Activation) -> None:
+def test_at_most_two_components(net: Network, activation: Activation) -> None:
     assert max(components(net, activation)) <= 2
 
 
@@ -237,21 +238,30 @@ def test_on_grid_is_the_sign_of_equation_16() -> None:
 
 
 def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = fig2.run(tmp_path / "figures", tmp_path / "rows", seed=3, networks=150)
-    assert result.figure.read_bytes().startswith(b"\x89PNG")
-    assert result.figure.stat().st_size < 150_000
-    stored = json.loads(result.results.read_text())
-    assert stored["seed"] == 3
-    assert {"versions", "hardware", "commit", "date"} <= stored.keys()
-    assert [claim["holds"] for claim in stored["claims"]] == [True, True]
-    assert sum(max(pair) > 1 for pair in result.found(fig2.CASES[-1]))  # ReLU of rank 1
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["fig2.json", "fig2.png"]
+    summaries = fig2.run(tmp_path / "figures", tmp_path / "rows", seed=3, networks=150)
+    figure, store = tmp_path / "figures" / "fig2.png", Store(tmp_path / "rows" / "fig2.jsonl")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert figure.stat().st_size < 150_000
+    rows = store.rows()
+    assert len(rows) == len({row.row for row in rows}) == len(fig2.CASES) * len(fig2.DISTRIBUTIONS)
+    assert {(row.experiment, row.seed, row.recipe["drawn"]) for row in rows} == {("fig2", 3, 150)}
+    assert all(row.versions and row.hardware and row.date for row in rows)
+    assert all(row.metrics["networks"] == sum(row.metrics["components"].values()) for row in rows)
+    assert fig2.summarize(rows) == summaries
+    assert [summary.holds for summary in summaries] == [True, True, None, None, None, None]
+    assert any(max(pair) > 1 for pair in summaries[-1].counts)  # ReLU of rank 1
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["fig2.jsonl", "fig2.png"]
     assert "holds" in capsys.readouterr().out
 
-    again = fig2.run(tmp_path / "again", tmp_path / "again", seed=3, networks=150)
-    assert again.rows == result.rows
-    assert again.figure.read_bytes() == result.figure.read_bytes()
-    assert json.loads(again.results.read_text())["rows"] == stored["rows"]
+    assert fig2.run(tmp_path / "again", tmp_path / "again", seed=3, networks=150) == summaries
+    assert (tmp_path / "again" / "fig2.png").read_bytes() == figure.read_bytes()
+
+
+def test_a_claim_that_does_not_hold() -> None:
+    relu = fig2.CASES[1]
+    assert fig2.CaseSummary(relu, 9, Counter({(1, 1): 8})).holds is True
+    assert fig2.CaseSummary(relu, 9, Counter({(1, 1): 8, (1, 2): 1})).holds is False
+    assert fig2.CaseSummary(relu, 9, Counter()).holds is None
 
 
 def test_bad_input(tmp_path: Path) -> None:
@@ -263,6 +273,6 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected two finite numbers"):
         network(float("nan"), 0, 0)
     with pytest.raises(ValueError, match="expected two finite numbers"):
-        Network.of(IDENTITY, (1, 2, 3), IDENTITY, (0, 0))
+        Network.from_weights(IDENTITY, (1, 2, 3), IDENTITY, (0, 0))
     with pytest.raises(ValueError, match="expected 'square' or 'relu'"):
         components(network(1, 1, 1), "tanh")  # type: ignore[arg-type]

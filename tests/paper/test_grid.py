@@ -1,4 +1,4 @@
-"""The grid: killed at any point, shared by two, stopped by hand, or on Ray, it ends with the same rows."""
+"""The grid: killed at any point, shared by two, interrupted, or on Ray, it ends with the same rows."""
 
 import importlib.util
 import os
@@ -17,6 +17,7 @@ from helpers.toy_grid import RUNS, Toy
 
 from deepsquare.models import create_model
 from deepsquare.paper.cifar10 import experiment as cifar10
+from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, checkpoint_of, run_grid
 from deepsquare.paper.tables import TABLE_2, TABLE_3
 from deepsquare.results import Row, Store
@@ -26,13 +27,13 @@ from deepsquare.training import Recipe
 SCRIPT = Path(__file__).parents[1] / "helpers" / "toy_grid.py"
 
 
-def silent(key: str, seen: Any) -> None:
+def silent(key: str, metrics: Any) -> None:
     pass
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """What each run gives when nothing disturbs it."""
+    """The metrics of each run when nothing interrupts it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = [InMemoryTraining(Toy())(run, None, silent) for run in RUNS]
@@ -46,7 +47,7 @@ def start(store: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
-def found(store: Path) -> dict[str, Any]:
+def stored(store: Path) -> dict[str, Any]:
     rows = Store(store).rows()
     assert len({row.key for row in rows}) == len(rows)
     return {row.key: row.metrics for row in rows}
@@ -59,7 +60,7 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
     assert condition()
 
 
-def test_a_grid_killed_several_times_ends_with_the_rows_of_an_undisturbed_one(
+def test_a_grid_killed_several_times_ends_with_the_rows_of_an_uninterrupted_one(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
     store, rng = tmp_path / "rows.jsonl", random.Random(0)
@@ -68,41 +69,41 @@ def test_a_grid_killed_several_times_ends_with_the_rows_of_an_undisturbed_one(
         grid = start(store, "slow")
         until(lambda: list(checkpoints.glob("*.pt")))
         time.sleep(rng.uniform(0, 1.5))
-        grid.kill()  # SIGKILL: the grid cannot say a word to its processes
+        grid.kill()  # SIGKILL: the grid cannot stop its processes
         grid.communicate()
-        time.sleep(2.5)  # its processes follow it
+        time.sleep(2.5)  # its processes exit by themselves
         later = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
         time.sleep(1)
-        assert later == {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}, "still at work"
-    assert len(found(store)) < len(RUNS)
+        assert later == {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}, "still running"
+    assert len(stored(store)) < len(RUNS)
     for path in checkpoints.glob("*.pt"):  # as a kill in the middle of a write leaves it
         path.with_name(f".{path.name}.{'0' * 32}").touch()
     grid = start(store)
     _, err = grid.communicate(timeout=120)
     assert grid.returncode == 0, err
     assert f"{len(RUNS)} of {len(RUNS)}" in err
-    assert found(store) == expected
+    assert stored(store) == expected
     assert list(checkpoints.glob("*")) == []
 
 
-def test_two_grids_share_the_work(tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_two_grids_share_the_runs(tmp_path: Path, expected: dict[str, Any]) -> None:
     store = tmp_path / "rows.jsonl"
     grids = [start(store, "slow"), start(store, "slow")]
     errs = [grid.communicate(timeout=120)[1] for grid in grids]
     assert [grid.returncode for grid in grids] == [0, 0], errs
-    assert found(store) == expected
+    assert stored(store) == expected
     done = sum("%" in line for err in errs for line in err.splitlines())
     assert done == len(RUNS)  # none of them twice
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
     store = tmp_path / "rows.jsonl"
     grid = start(store, "slow")
     until(lambda: list((tmp_path / ".runs").glob("*.pt")))
     os.killpg(grid.pid, signal.SIGINT)  # as a terminal does
     _, err = grid.communicate(timeout=60)
     assert grid.returncode != 0
-    assert f"of {len(RUNS)} runs left; the same command goes on from the last epochs" in err
+    assert f"of {len(RUNS)} runs left; the same command resumes from the last epochs" in err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -111,21 +112,21 @@ def test_on_a_real_ray_cluster(tmp_path: Path, expected: dict[str, Any]) -> None
     grid = start(store, "ray")
     _, err = grid.communicate(timeout=240)
     assert grid.returncode == 0, err
-    assert found(store) == expected
+    assert stored(store) == expected
 
 
-def test_a_run_of_the_store_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stored_run_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(tmp_path / "rows.jsonl")
     run = RUNS[0]
-    store.append(Row(run.experiment, run.row, run.seed, run.described, {"accuracy": 0.5}, 1.0))
+    store.append(Row(run.experiment, run.row, run.seed, run.to_recipe(), {"accuracy": 0.5}, 1.0))
     run_grid([run], InMemoryTraining(Toy()), store)
     assert "all 1 runs are in" in capsys.readouterr().err
-    assert Task(run, InMemoryTraining(Toy()), store.path)(silent) is None  # nor by a worker that was asked to earlier
+    assert Task(run, InMemoryTraining(Toy()), store.path)(silent) is None  # nor by a worker that was started earlier
 
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="processes is 0; expected at least 1"):
-        run_grid(RUNS, InMemoryTraining(Toy()), Store(tmp_path / "rows.jsonl"), processes=0)
+        Workers(processes=0)
     with pytest.raises(ValueError, match="no row is called DeepSquare9; the rows are Original, DeepSquare1"):
         cifar10.run_tables(rows=["DeepSquare9"], results=tmp_path)
     with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):
@@ -135,7 +136,7 @@ def test_bad_input(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_nothing_listens_at_the_address(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"no Ray cluster at '127\.0\.0\.1:9' .*; start one with 'ray start --head'"):
-        run_grid(RUNS, InMemoryTraining(Toy()), Store(tmp_path / "rows.jsonl"), ray="127.0.0.1:9")
+        run_grid(RUNS, InMemoryTraining(Toy()), Store(tmp_path / "rows.jsonl"), Workers(ray="127.0.0.1:9"))
 
 
 def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
     damaged.parent.mkdir()
     damaged.write_bytes(b"nonsense")
     with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
-        run_grid(RUNS[:2], InMemoryTraining(Toy()), store, processes=1)
+        run_grid(RUNS[:2], InMemoryTraining(Toy()), store, Workers(processes=1))
     assert [row.row for row in store.rows()] == [RUNS[1].row]
 
 
@@ -156,9 +157,9 @@ def test_a_diverged_run_is_a_row() -> None:
 
 
 def test_the_tables_name_17_models_that_can_be_built() -> None:
-    models = cifar10.methods(TABLE_2, TABLE_3)
+    models = cifar10.networks_of(TABLE_2, TABLE_3)
     assert len(models) == len(set(models.values())) == 17
-    assert cifar10.methods(TABLE_3)["DeepSquare3"] == "pooling"  # not a second run under Table 3's own label
+    assert cifar10.networks_of(TABLE_3)["DeepSquare3"] == "pooling"  # not a second run with the label of Table 3
     (run,) = cifar10.table_runs([TABLE_3], "short", 1, ["Square-Pooling"])
     assert (run.row, run.spec) == ("DeepSquare3", "pooling")
     for spec in models.values():

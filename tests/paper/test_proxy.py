@@ -1,10 +1,10 @@
-"""The proxies: rows of the paper's tables on a few images, and a trained network that is continued."""
+"""The proxies: rows of the paper's tables on a few images, and continued training of a trained network."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
-from helpers.colored import make_images
+from helpers.images import make_colored_folders
 
 from deepsquare.paper.grid.runner import TrainingRun
 from deepsquare.paper.imagenet.proxy import ImageFolderTraining, proxy_runs, recipe_of
@@ -20,10 +20,10 @@ def short(run: TrainingRun) -> TrainingRun:
 
 
 def trained(run: TrainingRun, data: Path, checkpoint: Path) -> Row:
-    return ImageFolderTraining(data)(short(run), checkpoint, lambda event, values: None)
+    return ImageFolderTraining(data)(short(run), checkpoint, lambda key, metrics: None)
 
 
-def test_a_proxy_is_the_paper_s_recipe_but_for_what_is_said() -> None:
+def test_a_proxy_changes_only_the_documented_fields_of_the_paper_s_recipe() -> None:
     recipe, paper = recipe_of("resnet18+pooling"), RECIPES["resnet18+pooling"]
     changed = {"size", "eval_size", "eval_resize", "epochs", "batch_size", "lr", "warmup"}
     fields = {field.name for field in dataclasses.fields(paper)}
@@ -32,19 +32,19 @@ def test_a_proxy_is_the_paper_s_recipe_but_for_what_is_said() -> None:
 
 
 def test_a_trained_network_is_continued_with_and_without_a_module(tmp_path: Path) -> None:
-    data = make_images(tmp_path / "data")
-    runs = proxy_runs("coloured", 1, ["shufflenet_v2_x0_5"])
-    begun, *continued = runs
+    data = make_colored_folders(tmp_path / "data")
+    begun, *continued = proxy_runs("colored", 1, ["shufflenet_v2_x0_5"])
     first, *_ = (run for run in continued if run.spec == "pooling")
     with pytest.raises(FileNotFoundError, match=r"shufflenet_v2_x0_5-seed0.safetensors is missing"):
         trained(first, data, tmp_path / "early.pt")
     row = trained(begun, data, tmp_path / "begun.pt")
     assert (row.row, row.recipe["spec"], row.recipe["schedule"]) == ("shufflenet_v2_x0_5", "", "96 px")
+    assert "init_from" not in row.recipe
     for run in continued[:2]:
         row = trained(run, data, tmp_path / f"{run.row}.pt")
-        assert row.recipe["schedule"] == "96 px, continued"
+        assert (row.recipe["schedule"], row.recipe["init_from"]) == ("96 px", "shufflenet_v2_x0_5")
         assert 0 <= row.metrics["accuracy"] <= 1
-    kept = {file.name for file in tmp_path.glob("*.safetensors")}
-    assert kept == {
+    saved = {file.name for file in tmp_path.glob("*.safetensors")}
+    assert saved == {
         f"shufflenet_v2_x0_5{name}-seed0.safetensors" for name in ("", "-continued", "+pooling-continued")
     }  # fmt: skip

@@ -1,6 +1,5 @@
-"""Section 3.2: the spirals, many networks trained at once against one alone, and the run that draws Figures 3–6."""
+"""Section 3.2: the spirals, batched training against single networks, and the run that draws Figures 3–6."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from deepsquare._threads import one_thread
-from deepsquare.paper import spirals
-from deepsquare.paper.spirals import ablation, data, draw, intervals, measures
+from deepsquare.paper.spirals import ablation, data, draw, experiment, intervals, measures
 from deepsquare.paper.spirals.networks import (
     ACTIVATIONS,
     ONE_ARM,
@@ -28,6 +26,7 @@ from deepsquare.paper.spirals.networks import (
     train,
 )
 from deepsquare.paper.spirals.tuning import Tuned, grid, lengths, retrain, tune
+from deepsquare.results import Store
 
 DEFAULT = Setting("adam", 0.01, "pytorch", "standardised")
 
@@ -53,7 +52,7 @@ def test_one_arm_against_a_loop() -> None:
     np.testing.assert_allclose(data.trajectory(np.array([0, 0.5, 1.0]), 1.5), known, atol=1e-12)
 
 
-def test_three_arms_are_turned_copies() -> None:
+def test_three_arms_are_rotated_copies() -> None:
     points, arms = data.three_arms(3, "test", 50, noise=0)
     assert arms.tolist() == [0] * 50 + [1] * 50 + [2] * 50
     radii = (np.arange(150) % 50 + 0.5) / 50
@@ -64,7 +63,7 @@ def test_three_arms_are_turned_copies() -> None:
     assert np.std(np.angle(first * np.exp(-4j * np.abs(first)))) == pytest.approx(data.ANGLE_NOISE, rel=0.02)
 
 
-def test_a_draw_is_its_seed_and_split() -> None:
+def test_a_sample_depends_on_its_seed_and_split() -> None:
     for make in (data.one_arm, data.three_arms):
         for found, again in zip(make(1, "train", 9), make(1, "train", 9), strict=True):
             np.testing.assert_array_equal(found, again)
@@ -72,7 +71,7 @@ def test_a_draw_is_its_seed_and_split() -> None:
         assert len({part.tobytes() for found in draws for part in found}) == 5  # one part is even times, or arms
 
 
-def alone(task: Task, activation: str, setting: Setting, seed: int, steps: int) -> tuple[torch.Tensor, float]:
+def train_one(task: Task, activation: str, setting: Setting, seed: int, steps: int) -> tuple[torch.Tensor, float]:
     """One network trained by ``torch.optim`` in float64: its parameters and its loss on test data."""
     network = TwoLayers(task.inputs, task.outputs, activation).double()
     network.initialize(setting.initialization, seed)
@@ -98,19 +97,19 @@ def alone(task: Task, activation: str, setting: Setting, seed: int, steps: int) 
 @pytest.mark.parametrize("task", [ONE_ARM, THREE_ARMS], ids=lambda task: task.name)
 @pytest.mark.parametrize("activation", ["relu", "relu_square", "tanh"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_many_networks_train_as_one_alone(task: Task, activation: str, optimizer: Any) -> None:
+def test_batched_training_equals_training_one_network(task: Task, activation: str, optimizer: Any) -> None:
     settings = [Setting(optimizer, 0.02, "glorot"), Setting(optimizer, 0.005, "pytorch", "standardised")]
     networks = Networks(task, activation, settings, [4, 9, 23])
     *_, (step, parameters) = train(networks, 25, torch.float64)
     losses = networks.table(networks.losses(parameters, *networks.batch("test", torch.float64)))
     assert step == 25
     for row, setting in enumerate(settings):
-        expected, loss = alone(task, activation, setting, 9, 25)
+        expected, loss = train_one(task, activation, setting, 9, 25)
         torch.testing.assert_close(parameters[3 * row + 1], expected, rtol=1e-9, atol=1e-11)
         assert losses[row, 1].item() == pytest.approx(loss, rel=1e-9)
 
 
-def test_initialisations() -> None:
+def test_initializations() -> None:
     network = TwoLayers(2, 3, "relu")
     network.initialize("pytorch", 5)
     first = network.first.weight.clone()
@@ -121,14 +120,14 @@ def test_initialisations() -> None:
     torch.testing.assert_close(network.first.weight, first * math.sqrt(2 * 6 / 34))  # the same draw, another bound
 
 
-def test_decay_of_the_rate() -> None:
+def test_lr_decay() -> None:
     settings = [Setting("adam", 0.5, "pytorch"), Setting("adam", 0.5, "pytorch", decay=True)]
     networks = Networks(ONE_ARM, "relu", settings, [0, 1])
     for progress, lr in ((0, 0.5), (0.5, 0.5), (0.75, 0.25), (0.99, 0.01)):
         assert networks.lrs(progress).flatten().tolist() == pytest.approx([0.5, 0.5, lr, lr])
 
 
-def test_tuning_judges_on_validation_data_and_survives_divergence() -> None:
+def test_tuning_uses_validation_data_and_handles_divergence() -> None:
     steps = 40
     found = tune(ONE_ARM, "relu_square", range(3), steps)
     assert found.steps == lengths(steps) == (10, 20, 40)
@@ -209,7 +208,7 @@ def test_jacobian_against_finite_differences() -> None:
     torch.testing.assert_close((jacobian @ step[..., None])[..., 0], moved.mT.flatten(1), rtol=1e-4, atol=1e-10)
 
 
-def test_second_order_steps_only_ever_help() -> None:
+def test_second_order_steps_never_raise_the_loss() -> None:
     networks = Networks(ONE_ARM, "relu_square", [DEFAULT], [0, 1])
     batch = networks.batch("train", torch.float64)
     losses = [networks.losses(ablation.levenberg_marquardt(networks, n), *batch) for n in (0, 5, 20)]
@@ -219,31 +218,31 @@ def test_second_order_steps_only_ever_help() -> None:
 
 def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "spirals.jsonl").write_text("rows of an older run\n")  # replaced as a whole
-    result = spirals.run(tmp_path / "figures", tmp_path / "rows", seed=1, seeds=3, shorten=100)
+    (tmp_path / "rows" / "spirals.jsonl").write_text("rows of an older run\n")  # replaced entirely
+    result = experiment.run(tmp_path / "figures", tmp_path / "rows", seed=1, seeds=3, shorten=100)
     names = ["fig3.png", "fig4.png", "fig5.png", "fig6.png", "spirals_settings.png"]
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == sorted([*names, "spirals.jsonl"])
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in result.figures)
-    stored = [json.loads(line) for line in result.results.read_text().splitlines()]
+    stored = Store(result.results).rows()
     tasks = {f"{task}/{name}" for task in ("one-arm", "three-arm") for name in ACTIVATIONS}
-    assert {row["row"] for row in stored} >= tasks | {"settings/one-arm", "ablation/data", "activation cost"}
-    assert {(row["experiment"], row["seed"]) for row in stored} == {("spirals", 1)}
-    assert all(row["versions"] and row["hardware"] and row["date"] for row in stored)
+    assert {row.row for row in stored} >= tasks | {"settings/one-arm", "ablation/data", "activation cost"}
+    assert {(row.experiment, row.seed) for row in stored} == {("spirals", 1)}
+    assert all(row.versions and row.hardware and row.date for row in stored)
     printed = capsys.readouterr().out
     assert "ReLU-Square" in printed
 
-    one = next(row for row in stored if row["row"] == "one-arm/relu_square")
+    one = next(row for row in stored if row.row == "one-arm/relu_square")
     relu = result.metrics("one-arm/relu")
-    losses = one["metrics"]["test_loss"]
-    assert len(losses) == one["recipe"]["seeds"] == 3
-    assert one["metrics"]["means"]["test_loss"]["mean"] == pytest.approx(np.mean(losses), rel=1e-3)
-    gap = one["metrics"]["against_relu"]["test_loss"]
+    losses = one.metrics["test_loss"]
+    assert len(losses) == one.recipe["seeds"] == 3
+    assert one.metrics["means"]["test_loss"]["mean"] == pytest.approx(np.mean(losses), rel=1e-3)
+    gap = one.metrics["against_relu"]["test_loss"]
     assert gap["mean"] == pytest.approx(np.mean(losses) - np.mean(relu["test_loss"]), abs=1e-4)
     assert f"loss {result.verdict('one-arm').value}" in printed
-    assert 0 <= one["metrics"]["units"]["dead"] <= 32 - one["metrics"]["units"]["with_kink"]
-    curve = one["metrics"]["curve"]
+    assert 0 <= one.metrics["units"]["dead"] <= 32 - one.metrics["units"]["with_kink"]
+    curve = one.metrics["curve"]
     assert np.shape(curve["test_loss"]) == (5, len(curve["steps"]))
-    middle = curve["test_loss"][2][curve["steps"].index(one["recipe"]["steps"])]
+    middle = curve["test_loss"][2][curve["steps"].index(one.recipe["steps"])]
     assert middle == sorted(losses)[1]  # the curve passes through the values reported
 
 
@@ -258,10 +257,10 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_bad_input_of_the_run(tmp_path: Path, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        spirals.run(tmp_path, tmp_path, **options)
+        experiment.run(tmp_path, tmp_path, **options)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="cannot write into"):
-        spirals.run(tmp_path / "file", tmp_path)
+        experiment.run(tmp_path / "file", tmp_path)
 
 
 def test_bad_input_of_the_data() -> None:

@@ -1,8 +1,8 @@
 """Tables 1 to 3: squares in a vanilla CNN on CIFAR-10.
 
-NOTE not in paper: the optimiser, its rate, the augmentation and the number of epochs. One recipe serves every row.
-It was chosen by the accuracy of the *Original* row on 5,000 training images held out from training
-(``deepsquare reproduce recipe``), and comes in three lengths, which differ in the number of epochs alone.
+NOTE not in paper: the optimizer, learning rate, augmentation and number of epochs. All rows use one recipe. It was
+chosen by the accuracy of the *Original* row on 5,000 training images held out from training
+(``deepsquare reproduce recipe``). Its three schedules differ in the number of epochs only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepsquare.data import cifar10
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
+from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, TrainingRun, run_grid
 from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3, PaperTable
 from deepsquare.results import Store
@@ -36,15 +37,15 @@ HELD_OUT = 5_000
 
 
 @dataclass(frozen=True)
-class Images:
-    """The data of a run: all training images against the test set, or against those held out from training."""
+class Cifar10Data:
+    """The data of a run: the training and the test set, or the training set split into two parts."""
 
     folder: Path | None = None
     held_out: int = 0
 
     def __call__(self, run: TrainingRun) -> tuple[InMemoryBatches, Evaluation]:
-        """Batches to train on and to evaluate on."""
-        train, test = _parts(self.folder, self.held_out)
+        """The batches for training and for evaluation."""
+        train, test = _splits(self.folder, self.held_out)
         recipe = run.recipe
         assert isinstance(recipe, CifarRecipe)
 
@@ -55,13 +56,13 @@ class Images:
 
 
 @cache
-def _parts(folder: Path | None, held_out: int) -> tuple[LabeledImages, LabeledImages]:
+def _splits(folder: Path | None, held_out: int) -> tuple[LabeledImages, LabeledImages]:
     data = cifar10.load_cifar10(folder)
     return data.train.split(held_out) if held_out else (data.train, data.test)
 
 
-def methods(*tables: PaperTable) -> dict[str, str]:
-    """The distinct models of the tables by label; one that stands in several has one label, that of the first."""
+def networks_of(*tables: PaperTable) -> dict[str, str]:
+    """The distinct specs of the tables by label; one in several tables has its label of the first."""
     labels: dict[str, str] = {}
     for entry in (*TABLE_2.entries, *TABLE_3.entries, *BASELINES_TABLE.entries):
         labels.setdefault(entry.spec, entry.label)
@@ -70,7 +71,7 @@ def methods(*tables: PaperTable) -> dict[str, str]:
 
 
 def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
-    """The runs of the tables, or of some rows by their labels, seed after seed; each model once."""
+    """The runs of the tables, or of the rows with these labels, ordered by seed; each network once."""
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; expected at least 1")
     specs = {entry.label: entry.spec for table in tables for entry in table.entries}
@@ -80,7 +81,7 @@ def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Se
     return [
         TrainingRun("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
         for seed in range(seeds)
-        for label, spec in methods(*tables).items()
+        for label, spec in networks_of(*tables).items()
         if spec in wanted
     ]
 
@@ -93,27 +94,22 @@ def run_tables(
     rows: Sequence[str] = (),
     results: Path = Path("out/results"),
     folder: Path | None = None,
-    processes: int | None = None,
-    ray: str | None = None,
+    workers: Workers | None = None,
 ) -> None:
-    """Train every model of the tables under each seed and add the rows to ``cifar10.jsonl``."""
+    """Train every network of the tables with each seed and append the rows to ``cifar10.jsonl``."""
     runs = table_runs(tables, schedule, seeds, rows)
-    cifar10.load_cifar10(folder)  # fetched once, and a clear word before any process starts
-    run_grid(runs, InMemoryTraining(Images(folder)), Store(results / "cifar10.jsonl"), processes=processes, ray=ray)
+    cifar10.load_cifar10(folder)  # download once, and fail early
+    run_grid(runs, InMemoryTraining(Cifar10Data(folder)), Store(results / "cifar10.jsonl"), workers)
 
 
 def choose_recipe(
-    *,
-    results: Path = Path("out/results"),
-    folder: Path | None = None,
-    processes: int | None = None,
-    ray: str | None = None,
+    *, results: Path = Path("out/results"), folder: Path | None = None, workers: Workers | None = None
 ) -> None:
-    """Train the *Original* network by every candidate, judged on images held out from training."""
+    """Train the *Original* network with every candidate, and evaluate it on held-out training images."""
     cifar10.load_cifar10(folder)
     runs = [
         TrainingRun("cifar10-recipe", name, 0, "vanilla_cnn", "", "candidate", recipe)
         for name, recipe in CANDIDATES.items()
     ]
     store = Store(results / "cifar10_recipe.jsonl")
-    run_grid(runs, InMemoryTraining(Images(folder, HELD_OUT)), store, processes=processes, ray=ray)
+    run_grid(runs, InMemoryTraining(Cifar10Data(folder, HELD_OUT)), store, workers)

@@ -1,16 +1,16 @@
-"""Figure 2, and the claim of Section 3.1 behind it: squares let a narrow network's regions fall apart.
+"""Figure 2 and the claim of Section 3.1: with squares a narrow network has disconnected decision regions.
 
 The paper claims, for two inputs and two hidden units: under (17) and (18) the boundary of EleSquare is a
-hyperbola, which disconnects a region; with ReLU no region has more than one piece, by [4]. Both are checked
+hyperbola, which disconnects a region; with ReLU no region has more than one component, by [4]. Both are checked
 on random networks by the exact count of ``regions.py``: about half a minute for 10,000 per distribution.
 
-NOTE not in paper: both claims need a first layer of full rank. One of rank 1 maps the plane onto a line,
-where ReLU can make two pieces (h₂ = −h₁ gives D = |h₁| − 1) and EleSquare need not: counted apart.
+NOTE not in paper: both claims need a first layer of full rank. One of rank 1 maps the plane onto a line, where
+ReLU can have two components (h₂ = −h₁ gives D = |h₁| − 1) and EleSquare may have one: counted separately.
 """
 
-import json
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -37,7 +37,7 @@ from deepsquare.paper.fig2.regions import (
     on_grid,
     window_components,
 )
-from deepsquare.results import conditions
+from deepsquare.results import Row, Store, conditions
 
 Sampler: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], npt.NDArray[Any]]
 Pair: TypeAlias = tuple[int, int]  # the components of a network's two regions, the fewer first
@@ -47,12 +47,12 @@ DISTRIBUTIONS: Mapping[str, Sampler] = {
     "uniform": lambda rng, shape: rng.uniform(-1, 1, shape),
     "integers": lambda rng, shape: rng.integers(-3, 4, shape),  # zeros and ties: the degenerate cases
 }
-MULTIPLES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)  # of a float, exact
+MULTIPLES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)  # exact in floating point
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of network, and the counts that the paper allows it (None: it claims nothing)."""
+    """A kind of network, and the component counts that agree with the paper's claim (None: no claim)."""
 
     name: str
     activation: Activation
@@ -63,18 +63,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class CaseCount:
-    """One case under one distribution: the counts found among the networks drawn."""
-
-    case: Case
-    distribution: str
-    drawn: int
-    found: Counter[Pair]
-
-
-@dataclass(frozen=True)
 class Panel:
-    """One image: a network, where to write the names of its regions, and a window that misleads."""
+    """One panel: a network, the positions of its region labels, and a window that gives a wrong count."""
 
     title: str
     network: Network
@@ -99,19 +89,14 @@ AT_MOST_ONE = frozenset({(0, 0), (0, 1), (1, 1)})
 CASES = (
     Case("EleSquare, (17) and (18), full rank", "square", 2, _hyperbolic, "1 and 2", ONE_AND_TWO),
     Case("ReLU, full rank", "relu", 2, lambda net: True, "at most 1", AT_MOST_ONE),
-    Case(
-        "EleSquare, (17), not (18), full rank",
-        "square",
-        2,
-        lambda net: _disagree(net) and not _hyperbolic(net),
-    ),
+    Case("EleSquare, (17), not (18), full rank", "square", 2, lambda net: _disagree(net) and not _hyperbolic(net)),
     Case("EleSquare, not (17), full rank", "square", 2, lambda net: not _disagree(net)),
     Case("EleSquare, (17) and (18), rank 1", "square", 1, _hyperbolic),
     Case("ReLU, rank 1", "relu", 1, lambda net: True),
 )
 
-HYPERBOLA = Network.of(((1, 0), (0, 1)), (0, 0), ((0, 1), (1, 0)), (1, 0))  # D = σ(h₂) − σ(h₁) + 1
-WEDGE = Network.of(((1, 2.5), (1, -2.5)), (-1.25, -1.25), ((0, 1), (0, 1)), (1, 0))  # D = 1 − σ(h₁) − σ(h₂)
+HYPERBOLA = Network.from_weights(((1, 0), (0, 1)), (0, 0), ((0, 1), (1, 0)), (1, 0))  # D = σ(h₂) − σ(h₁) + 1
+WEDGE = Network.from_weights(((1, 2.5), (1, -2.5)), (-1.25, -1.25), ((0, 1), (0, 1)), (1, 0))  # D = 1 − σ(h₁) − σ(h₂)
 VIEW: Window = (-3, 3, -3, 3)
 WEDGE_B = (("B", -0.5, 1.7), ("B", -0.5, -1.7), ("B", 2.4, 0))
 PANELS = (
@@ -122,37 +107,34 @@ PANELS = (
 
 
 @dataclass(frozen=True)
-class Fig2Result:
-    """What was counted, and where the figure and the rows are."""
+class CaseSummary:
+    """The counts of one case over all distributions."""
 
-    rows: tuple[CaseCount, ...]
-    figure: Path
-    results: Path
+    case: Case
+    drawn: int
+    counts: Counter[Pair]
 
-    def found(self, case: Case) -> Counter[Pair]:
-        """The counts of one case over all distributions."""
-        return sum((row.found for row in self.rows if row.case is case), Counter())
+    @property
+    def holds(self) -> bool | None:
+        """Whether the paper's claim holds for every network of the case; None if there is no claim or no network."""
+        return set(self.counts) <= self.case.allowed if self.case.allowed and self.counts else None
 
-    def holds(self, case: Case) -> bool | None:
-        """Whether the paper's claim on a case holds for every network of it; None where there is none."""
-        found = self.found(case)
-        return set(found) <= case.allowed if case.allowed and found else None
+    def __str__(self) -> str:
+        return "; ".join(f"{low} and {high}: {n:,}" for (low, high), n in sorted(self.counts.items())) or "–"
 
-    def __rich__(self) -> Table:
-        """The summary: what was claimed, what was found, and where to see it."""
-        table = Table(
-            title="Section 3.1: connected components of the two decision regions",
-            caption=escape(f"figure: {self.figure}\nrows: {self.results}"),
-        )
-        for heading in ("case", "networks", "claimed", "found", "holds"):
-            table.add_column(heading)
-        for case in CASES:
-            found = self.found(case)
-            seen = "; ".join(f"{low} and {high}: {n:,}" for (low, high), n in sorted(found.items()))
-            holds = {True: "yes", False: "NO", None: "–"}[self.holds(case)]
-            drawn = sum(row.drawn for row in self.rows if row.case is case)
-            table.add_row(case.name, f"{found.total():,} of {drawn:,}", case.claim, seen or "–", holds)
-        return table
+
+def summarize(rows: Sequence[Row]) -> list[CaseSummary]:
+    """The rows of the experiment by case."""
+    summaries = []
+    for case in CASES:
+        mine = [row for row in rows if row.recipe["case"] == case.name]
+        counts: Counter[Pair] = Counter()
+        for row in mine:
+            for pair, n in row.metrics["components"].items():
+                low, high = pair.split(" and ")
+                counts[int(low), int(high)] += n
+        summaries.append(CaseSummary(case, sum(row.recipe["drawn"] for row in mine), counts))
+    return summaries
 
 
 def run(
@@ -160,44 +142,62 @@ def run(
     results: Path = Path("out/results"),
     seed: int = 0,
     networks: int = 10_000,
-) -> Fig2Result:
-    """Count on ``networks`` random networks per distribution, draw, write and print what was found.
+) -> list[CaseSummary]:
+    """Count the components of ``networks`` random networks per distribution, draw the figure and print a summary.
 
-    Writes ``fig2.png`` into ``figures`` and ``fig2.json`` into ``results``, both made if missing.
+    Writes ``fig2.png`` to ``figures`` and ``fig2.jsonl`` to ``results``.
     """
     if networks < 1:
         raise ValueError(f"networks is {networks}; expected at least 1")
     for folder in (figures, results):
         ensure_writable(folder)
     rows = [row for index in range(len(DISTRIBUTIONS)) for row in count(index, seed, networks)]
-    result = Fig2Result(tuple(rows), figures / "fig2.png", results / "fig2.json")
-    with atomic_write(result.figure) as path:
+    with atomic_write(figures / "fig2.png") as path:
         path.write_bytes(draw())
-    with atomic_write(result.results) as path:
-        path.write_text(json.dumps(record(result, seed), indent=1, ensure_ascii=False) + "\n")
-    rich.print(result)
-    return result
+    Store(results / "fig2.jsonl").replace(rows)
+    summaries = summarize(rows)
+    rich.print(_table(summaries, figures / "fig2.png", results / "fig2.jsonl"))
+    return summaries
 
 
-def count(index: int, seed: int, networks: int) -> list[CaseCount]:
-    """The rows of one distribution. Rank 1 is drawn too: the same networks, A's rows made proportional."""
-    name, distribution = list(DISTRIBUTIONS.items())[index]
+def _table(summaries: Sequence[CaseSummary], figure: Path, results: Path) -> Table:
+    table = Table(
+        title="Section 3.1: connected components of the two decision regions",
+        caption=escape(f"figure: {figure}\nrows: {results}"),
+    )
+    for heading in ("case", "networks", "claimed", "counted", "holds"):
+        table.add_column(heading)
+    for summary in summaries:
+        holds = {True: "yes", False: "NO", None: "–"}[summary.holds]
+        networks = f"{summary.counts.total():,} of {summary.drawn:,}"
+        table.add_row(summary.case.name, networks, summary.case.claim, str(summary), holds)
+    return table
+
+
+def count(index: int, seed: int, networks: int) -> list[Row]:
+    """The rows of one distribution, one per case. For rank 1, A's rows are made proportional."""
+    distribution, sample = list(DISTRIBUTIONS.items())[index]
     rng = np.random.default_rng([seed, index])
-    weights = distribution(rng, (networks, 6, 2))  # A, a₀, W, b
-    flat = weights.astype(np.float64)
-    flat[:, 1] = flat[:, 0] * rng.choice(MULTIPLES, (networks, 1))
-    drawn = {rank: [_network(rows) for rows in values] for rank, values in ((2, weights), (1, flat))}
+    weights = sample(rng, (networks, 6, 2))  # A, a₀, W, b
+    rank_1 = weights.astype(np.float64)
+    rank_1[:, 1] = rank_1[:, 0] * rng.choice(MULTIPLES, (networks, 1))
+    drawn = {rank: [_network(values) for values in stack] for rank, stack in ((2, weights), (1, rank_1))}
     rows = []
     for case in CASES:
-        cases = [net for net in drawn[case.rank] if net.rank == case.rank and case.applies(net)]
-        counts = (sorted(components(net, case.activation)) for net in cases)
-        rows.append(CaseCount(case, name, networks, Counter((low, high) for low, high in counts)))
+        start = time.perf_counter()
+        selected = [net for net in drawn[case.rank] if net.rank == case.rank and case.applies(net)]
+        pairs = (sorted(components(net, case.activation)) for net in selected)
+        counts = Counter(f"{low} and {high}" for low, high in pairs)
+        recipe = {"case": case.name, "rank": case.rank, "distribution": distribution, "drawn": networks}
+        metrics = {"networks": len(selected), "components": dict(sorted(counts.items()))}
+        seconds = round(time.perf_counter() - start, 2)
+        rows.append(Row("fig2", f"{case.name}, {distribution}", seed, recipe, metrics, seconds, **conditions()))
     return rows
 
 
-def _network(rows: npt.NDArray[Any]) -> Network:
-    a1, a2, a0, w1, w2, b = rows.tolist()
-    return Network.of((a1, a2), a0, (w1, w2), b)
+def _network(values: npt.NDArray[Any]) -> Network:
+    a1, a2, a0, w1, w2, b = values.tolist()
+    return Network.from_weights((a1, a2), a0, (w1, w2), b)
 
 
 def draw() -> bytes:
@@ -213,22 +213,22 @@ def draw() -> bytes:
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     above = on_grid(panel.network, panel.activation, VIEW, 900)
-    colours = ListedColormap(["#f6c777", "#a9cfe8"])  # tints of Okabe and Ito's orange and blue
-    axes.imshow(above, extent=VIEW, origin="lower", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    colors = ListedColormap(["#f6c777", "#a9cfe8"])  # tints of Okabe and Ito's orange and blue
+    axes.imshow(above, extent=VIEW, origin="lower", cmap=colors, vmin=0, vmax=1, interpolation="nearest")
     for x1, x2 in boundary(panel.network, panel.activation):
         axes.plot(x1, x2, color="black", linewidth=1.4)
     for name, x1, x2 in panel.names:
         axes.text(x1, x2, name, fontsize=15, ha="center", va="center")
-    one, two = components(panel.network, panel.activation)
-    found = f"A: {_pieces(one)}, B: {_pieces(two)}"
+    region_a, region_b = components(panel.network, panel.activation)
+    counts = f"A: {_pieces(region_a)}, B: {_pieces(region_b)}"
     if panel.window:
         left, right, low, high = panel.window
         frame = Rectangle((left, low), right - left, high - low, fill=False, linestyle="--", linewidth=1.4)
         axes.add_patch(frame)
-        _, seen = window_components(panel.network, panel.activation, panel.window)
-        found = f"B: {_pieces(two)}, {seen} in the window"
+        _, in_window = window_components(panel.network, panel.activation, panel.window)
+        counts = f"B: {_pieces(region_b)}, {in_window} in the window"
     axes.set_title(panel.title, fontsize=11.5, fontweight="bold", pad=20)
-    axes.text(0.5, 1.03, found, transform=axes.transAxes, fontsize=9.5, ha="center", va="bottom")
+    axes.text(0.5, 1.03, counts, transform=axes.transAxes, fontsize=9.5, ha="center", va="bottom")
     axes.set(xlim=VIEW[:2], ylim=VIEW[2:], xlabel="$x_1$", ylabel="$x_2$")
     axes.set(xticks=(-2, 0, 2), yticks=(-2, 0, 2))
     axes.label_outer()
@@ -236,21 +236,3 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 def _pieces(number: int) -> str:
     return f"{number} piece" if number == 1 else f"{number} pieces"
-
-
-def record(result: Fig2Result, seed: int) -> dict[str, Any]:
-    """What is stored: the claims, the rows behind them, and the conditions they were found under."""
-    claimed = [case for case in CASES if case.allowed]
-    claims = [{"case": case.name, "claim": case.claim, "holds": result.holds(case)} for case in claimed]
-    rows = [
-        {
-            "case": row.case.name,
-            "first_layer_rank": row.case.rank,
-            "distribution": row.distribution,
-            "drawn": row.drawn,
-            "networks": row.found.total(),
-            "components": {f"{low} and {high}": n for (low, high), n in sorted(row.found.items())},
-        }
-        for row in result.rows
-    ]
-    return {"figure": "fig2", "section": "3.1", "seed": seed, "claims": claims, "rows": rows, **conditions()}

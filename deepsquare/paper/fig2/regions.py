@@ -1,6 +1,6 @@
-"""The decision regions of the two-unit network of Section 3.1, and an exact count of their pieces.
+"""The decision regions of the two-unit network of Section 3.1, and an exact count of their components.
 
-The classes of Equations (9)–(13) are told apart by the sign of
+The class, Equations (9)–(13), is decided by the sign of
 
     D(h) = y₁ − y₂ = a·σ(h₁) + c·σ(h₂) + d,    a = w₁₁ − w₁₂,  c = w₂₁ − w₂₂,  d = b₁ − b₂.
 
@@ -14,8 +14,8 @@ image into cells on which D is monotone in each coordinate, with the ends at inf
 In a cell, {D > 0} is connected, and it is empty unless D is positive at a vertex of that cell; two vertices
 of one cell are joined by an edge. Hence the components of {D > 0} are those of the graph on the vertices with
 D positive, and the claims of Section 3.1 can be read off the wheel. Round the rim D grows as (a, c, a, c)
-for EleSquare, which alternates when ac < 0: two pieces, except that the hub joins those with the sign of d.
-For ReLU it grows as (a, c, 0, 0), whose positive entries are neighbours, as are its negative ones: one piece.
+for EleSquare, which alternates when ac < 0: two components, except that the hub joins those with the sign of d.
+For ReLU it grows as (a, c, 0, 0), whose positive entries are neighbors, as are its negative ones: one component.
 
 Every float is a rational number, so signs are taken in exact arithmetic: no grid, no window, no tolerance.
 """
@@ -62,14 +62,14 @@ class Network:
     second_bias: Vector  # b
 
     @classmethod
-    def of(
+    def from_weights(
         cls,
         first: Sequence[Sequence[Number]],
         first_bias: Sequence[Number],
         second: Sequence[Sequence[Number]],
         second_bias: Sequence[Number],
     ) -> "Network":
-        """The network with these weights, held exactly."""
+        """The network with exactly these weights, as fractions."""
         return cls(_matrix(first), _vector(first_bias), _matrix(second), _vector(second_bias))
 
     @property
@@ -94,7 +94,7 @@ def components(network: Network, activation: Activation) -> tuple[int, int]:
     decision = network.decision
     vertices, edges = _plane() if network.rank == 2 else _line(network, activation)
     signs = [_sign(decision, activation, vertex) for vertex in vertices]
-    return _pieces(signs, 1, edges), _pieces(signs, -1, edges)
+    return _graph_components(signs, 1, edges), _graph_components(signs, -1, edges)
 
 
 def on_grid(network: Network, activation: Activation, window: Window, size: int) -> npt.NDArray[np.bool_]:
@@ -111,23 +111,23 @@ def on_grid(network: Network, activation: Activation, window: Window, size: int)
 
 
 def window_components(network: Network, activation: Activation, window: Window, size: int = 600) -> tuple[int, int]:
-    """What a grid over a window makes of ``components``: wrong where the window cuts a region."""
+    """``components`` estimated on a grid over a window: wrong if the window cuts a region."""
     above = on_grid(network, activation, window, size)
     return ndimage.label(above)[1], ndimage.label(~above)[1]
 
 
 def boundary(network: Network, activation: Activation, reach: float = 50.0) -> list[Floats]:
-    """The curves D = 0, Equation (16), in the x-plane: σ(hᵢ) from each value of the other unit, undone."""
+    """The curves D = 0, Equation (16), in the x-plane: solved for one unit at each value of the other."""
     a, c, d = (float(value) for value in network.decision)
     first, bias = np.array(network.first, dtype=np.float64), np.array(network.first_bias, dtype=np.float64)
     free = np.linspace(-reach, reach, 20_001)
     level = free**2 if activation == "square" else np.maximum(free, 0)
     curves: list[Floats] = []
-    for unit, own, other in ((0, a, c), (1, c, a)):
-        if own == 0:
+    for unit, coefficient, other in ((0, a, c), (1, c, a)):
+        if coefficient == 0:
             continue
-        target = -(d + other * level) / own
-        target = np.where(target > 0, target, np.nan)  # NaN: no such point, and the line breaks there
+        target = -(d + other * level) / coefficient
+        target = np.where(target > 0, target, np.nan)  # NaN: no such point; the plotted line breaks there
         for solved in (np.sqrt(target), -np.sqrt(target)) if activation == "square" else (target,):
             h = np.stack((solved, free) if unit == 0 else (free, solved))
             curves.append((np.linalg.inv(first) @ (h - bias[:, None])).astype(np.float64))
@@ -140,7 +140,7 @@ def _plane() -> tuple[list[Vertex], Sequence[Edge]]:
 
 
 def _line(network: Network, activation: Activation) -> tuple[list[Vertex], Sequence[Edge]]:
-    """The line h = p + t·q, a point when q = 0, cut where D turns."""
+    """The line h = p + t·q, a point when q = 0, cut where D is not monotone."""
     (p1, p2), (q1, q2) = network.first_bias, _direction(network)
     if activation == "square":
         a, c, _ = network.decision
@@ -154,7 +154,7 @@ def _line(network: Network, activation: Activation) -> tuple[list[Vertex], Seque
 
 
 def _direction(network: Network) -> Vector:
-    """What spans the image of a matrix of rank below 2: any column that is not zero."""
+    """A vector that spans the image of a matrix of rank 1: any nonzero column."""
     (a11, a12), (a21, a22) = network.first
     return (a11, a21) if a11 or a21 else (a12, a22)
 
@@ -165,25 +165,25 @@ def _sign(decision: Triple, activation: Activation, vertex: Vertex) -> int:
     (p1, p2), (q1, q2) = vertex
     first, second = _activated(activation, p1, q1), _activated(activation, p2, q2)
     along = tuple(a * u + c * v + k for u, v, k in zip(first, second, (ZERO, ZERO, d), strict=True))
-    nothing = (ZERO, ZERO, ZERO)
-    return (along > nothing) - (along < nothing)  # tuples compare by their first entry that differs
+    zeros = (ZERO, ZERO, ZERO)
+    return (along > zeros) - (along < zeros)  # tuples compare by the first entries that differ
 
 
 def _activated(activation: Activation, p: Fraction, q: Fraction) -> Triple:
-    """σ(p + t·q) for large t: its coefficients of t², t and 1."""
+    """The coefficients of t², t and 1 in σ(p + t·q) for large t."""
     if activation == "square":
         return q * q, 2 * p * q, p * p
     return (ZERO, q, p) if (q, p) > (ZERO, ZERO) else (ZERO, ZERO, ZERO)
 
 
-def _pieces(signs: Sequence[int], sign: int, edges: Sequence[Edge]) -> int:
-    """The number of components of the graph on the vertices that have this sign."""
-    piece = {vertex: vertex for vertex, found in enumerate(signs) if found == sign}
+def _graph_components(signs: Sequence[int], sign: int, edges: Sequence[Edge]) -> int:
+    """The number of connected components of the graph on the vertices with this sign."""
+    labels = {vertex: vertex for vertex, value in enumerate(signs) if value == sign}
     for i, j in edges:
-        if i in piece and j in piece:
-            old, new = piece[i], piece[j]
-            piece = {vertex: new if label == old else label for vertex, label in piece.items()}
-    return len(set(piece.values()))
+        if i in labels and j in labels:
+            old, new = labels[i], labels[j]
+            labels = {vertex: new if label == old else label for vertex, label in labels.items()}
+    return len(set(labels.values()))
 
 
 def _vector(values: Sequence[Number]) -> Vector:

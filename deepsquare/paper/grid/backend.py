@@ -15,16 +15,38 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deepsquare._threads import cores
 from deepsquare.results import Row
 
-Report = Callable[[str, Mapping[str, Any]], None]
-WorkerTask = Callable[[Report], "Row | None"]
-POLL = 0.3  # seconds
+OnProgress = Callable[[str, Mapping[str, Any]], None]  # receives a run's key and the metrics of its last epoch
+WorkerTask = Callable[[OnProgress], "Row | None"]
+POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
-class Done:
-    """A task that ended: with a row, with an error, or with neither where it was not ours to do."""
+class Workers:
+    """Where the runs of a grid are trained.
+
+    Attributes:
+        processes: How many runs in parallel; one per core when not given.
+        ray: Address of a Ray cluster, or local to start one here.
+    """
+
+    processes: int | None = None
+    ray: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"processes is {self.processes}; expected at least 1")
+
+    def start(self, tasks: int) -> Backend:
+        """The backend for so many tasks."""
+        return LocalBackend(min(self.processes or cores(), tasks)) if self.ray is None else RayBackend(self.ray)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """How a task ended: with a row, with an error, or with neither if another grid has its run."""
 
     key: str
     row: Row | None = None
@@ -32,20 +54,20 @@ class Done:
 
 
 class Backend(Protocol):
-    """Runs tasks side by side and hands over what they report and return, as it comes."""
+    """Runs tasks in parallel and yields their results in the order they finish."""
 
     workers: int
 
-    def results(self, tasks: Mapping[str, WorkerTask], on_report: Report) -> Iterator[Done]: ...  # noqa: D102
+    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[TaskResult]: ...  # noqa: D102
 
     def stop(self) -> None: ...  # noqa: D102
 
 
-_reports: Any = None  # in a worker process: the queue to the grid
+_progress_queue: Any = None  # set in a worker process
 
 
 class LocalBackend:
-    """One process per core. A process ends with the grid that started it, however that ends."""
+    """A pool of local processes. They exit when the grid that started them exits or is killed."""
 
     def __init__(self, workers: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -53,42 +75,44 @@ class LocalBackend:
         self._queue: Any = context.Queue()
         self._pool = ProcessPoolExecutor(workers, context, _start_worker, (self._queue, os.getpid()))
 
-    def results(self, tasks: Mapping[str, WorkerTask], on_report: Report) -> Iterator[Done]:
-        """Run the tasks and yield each as it ends; reports are passed on from this thread."""
-        pending: dict[Future[Row | None], str] = {self._pool.submit(_work, task): key for key, task in tasks.items()}
+    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[TaskResult]:
+        """Run the tasks; ``on_progress`` is called in this thread."""
+        pending: dict[Future[Row | None], str] = {
+            self._pool.submit(_run_task, task): key for key, task in tasks.items()
+        }
         while pending:
-            ended, _ = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
+            finished, _ = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             while not self._queue.empty():
-                on_report(*self._queue.get())
-            for future in ended:
+                on_progress(*self._queue.get())
+            for future in finished:
                 key, error = pending.pop(future), future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    reason = "a process of the grid was killed, perhaps for want of memory"
-                    raise OSError(f"{reason}; the same command goes on from the last epochs") from error
-                yield Done(key, None if error else future.result(), error)
+                    reason = "a worker process was killed, perhaps out of memory"
+                    raise OSError(f"{reason}; run the same command to resume from the last epochs") from error
+                yield TaskResult(key, None if error else future.result(), error)
 
     def stop(self) -> None:
-        """End the processes, whatever they do: their work is in their checkpoints."""
+        """Terminate the processes; unfinished runs have their checkpoints."""
         for process in list((self._pool._processes or {}).values()):
             process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(reports: Any, parent: int) -> None:
-    global _reports  # the one thing a pool can give to its processes
-    _reports = reports
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the grid's to handle
+def _start_worker(progress_queue: Any, parent: int) -> None:
+    global _progress_queue  # a pool's initializer has no other way to pass it to the tasks
+    _progress_queue = progress_queue
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(1)
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _work(task: WorkerTask) -> Row | None:
-    return task(lambda key, seen: _reports.put((key, seen)))
+def _run_task(task: WorkerTask) -> Row | None:
+    return task(lambda key, metrics: _progress_queue.put((key, metrics)))
 
 
 class RayBackend:
@@ -109,35 +133,35 @@ class RayBackend:
         self.workers = int(self._ray.cluster_resources().get("CPU", 1))
         self._queue = Queue(actor_options={"num_cpus": 0})
 
-    def results(self, tasks: Mapping[str, WorkerTask], on_report: Report) -> Iterator[Done]:
-        """Run the tasks and yield each as it ends; reports are passed on from this thread."""
-        remote = self._ray.remote(num_cpus=1, max_retries=3)(_work_on_ray)
+    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[TaskResult]:
+        """Run the tasks; ``on_progress`` is called in this thread."""
+        remote = self._ray.remote(num_cpus=1, max_retries=3)(_run_ray_task)
         pending = {remote.remote(task, self._queue): key for key, task in tasks.items()}
         while pending:
-            ended, _ = self._ray.wait(list(pending), num_returns=1, timeout=POLL)
+            finished, _ = self._ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
             try:
                 while True:
-                    on_report(*self._queue.get(block=False))
+                    on_progress(*self._queue.get(block=False))
             except queue.Empty:
                 pass
-            for reference in ended:
+            for reference in finished:
                 key = pending.pop(reference)
                 try:
-                    yield Done(key, self._ray.get(reference))
+                    yield TaskResult(key, self._ray.get(reference))
                 except self._ray.exceptions.RayError as error:
-                    yield Done(key, error=error)
+                    yield TaskResult(key, error=error)
 
     def stop(self) -> None:
-        """Leave the cluster; its tasks of this grid end with it."""
+        """Disconnect from the cluster, which cancels the tasks of this grid."""
         self._ray.shutdown()
 
 
 def _require_listener(address: str) -> None:
-    """Fail at once where nothing answers at ``host:port``: Ray itself would try for many minutes."""
+    """Fail early if nothing listens at ``host:port``: Ray itself would retry for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _work_on_ray(task: WorkerTask, reports: Any) -> Row | None:
-    return task(lambda key, seen: reports.put((key, seen)))
+def _run_ray_task(task: WorkerTask, progress_queue: Any) -> Row | None:
+    return task(lambda key, metrics: progress_queue.put((key, metrics)))

@@ -1,42 +1,44 @@
-"""A grid of training runs that goes on where it stopped, in local processes or on a Ray cluster.
+"""A resumable grid of training runs, in local processes or on a Ray cluster.
 
-A run that is done is a row of the store. One that was stopped left a checkpoint of its last epoch, from which it
-goes on to the same result. A lock keeps two grids on one store from doing the same run at the same time.
+A finished run is a row of the store. An interrupted one left a checkpoint of its last epoch, from which it resumes
+to the same result. A lock per run keeps two grids that share a store from training the same run at the same time.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepsquare._files import ensure_writable
-from deepsquare._threads import cores
+from deepsquare._files import ensure_writable, remove_stale_temps
 from deepsquare.models import create_model
-from deepsquare.paper.grid.backend import Backend, LocalBackend, RayBackend
+from deepsquare.paper.grid.backend import OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
-from deepsquare.results import Row, Store, key
+from deepsquare.results import Row, Store, run_key
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
+from deepsquare.training.config import describe_run
 
 try:
     import fcntl
 except ImportError:  # Windows: one grid at a time
     fcntl = None  # type: ignore[assignment]
 
-Report = Callable[[str, Mapping[str, Any]], None]
 DataSource = Callable[["TrainingRun"], tuple[Batches, Evaluation]]
-Work = Callable[["TrainingRun", Path, Report], Row]  # does a run, or goes on with it from the checkpoint at that path
+TrainFunction = Callable[["TrainingRun", Path, OnProgress], Row]  # resumes from the checkpoint at the path
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run: a row of an experiment under one seed, by a named schedule."""
+    """One training run: a row of an experiment with one seed and a named schedule.
+
+    ``init_from`` is the row whose trained model (same seed) gives the initial weights, if any.
+    """
 
     experiment: str
     row: str
@@ -45,57 +47,66 @@ class TrainingRun:
     spec: str
     schedule: str
     recipe: Recipe
+    init_from: str | None = None
+
+    def to_recipe(self) -> dict[str, Any]:
+        """The recipe as stored in the row."""
+        recipe = {"model": self.model, "spec": self.spec, "schedule": self.schedule, **describe_run(self.recipe)}
+        return recipe if self.init_from is None else {**recipe, "init_from": self.init_from}
 
     @property
-    def described(self) -> dict[str, Any]:
-        """What is stored as the recipe."""
-        return {"model": self.model, "spec": self.spec, "schedule": self.schedule, **asdict(self.recipe)}
+    def provenance(self) -> dict[str, Any]:
+        """What identifies the trained model among those of the experiment."""
+        return {"row": self.row, "seed": self.seed, "init_from": self.init_from}
 
     @property
     def key(self) -> str:
         """The identity of the run in the store."""
-        return key(self.experiment, self.row, self.seed, self.described)
+        return run_key(self.experiment, self.row, self.seed, self.to_recipe())
 
     @property
     def name(self) -> str:
-        """For a person."""
-        return f"{self.row}, {self.schedule}, seed {self.seed}"
+        """The name in the progress display."""
+        continued = "" if self.init_from is None else ", continued"
+        return f"{self.row}, {self.schedule}{continued}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run with what a worker needs to do it, wherever it is."""
+    """A run with everything a worker needs, on any machine."""
 
     run: TrainingRun
-    work: Work
+    train: TrainFunction
     store: Path
 
-    def __call__(self, report: Report) -> Row | None:
-        """Do the run, or go on with it; None where another grid does it or has done it."""
+    def __call__(self, on_progress: OnProgress) -> Row | None:
+        """Train the run, or resume it; None if another grid trains it or has stored its row."""
         torch.set_num_threads(1)
-        with _claim(checkpoint_of(self.run, self.store).with_suffix(".lock")) as mine:
-            if not mine or self.run.key in {row.key for row in Store(self.store).rows()}:
+        with _try_lock(checkpoint_of(self.run, self.store).with_suffix(".lock")) as locked:
+            if not locked or self.run.key in {row.key for row in Store(self.store).rows()}:
                 return None
-            return self.work(self.run, checkpoint_of(self.run, self.store), report)
+            row = self.train(self.run, checkpoint_of(self.run, self.store), on_progress)
+            Store(self.store).append(row)  # while locked, so that no other grid repeats the run
+            return row
 
 
 def checkpoint_of(run: TrainingRun, store: Path) -> Path:
-    """Where a run keeps its last epoch: in a hidden folder beside the store."""
+    """The checkpoint of a run's last epoch, in a hidden folder beside the store."""
     return store.parent / ".runs" / f"{hashlib.sha256(run.key.encode()).hexdigest()[:24]}.pt"
 
 
 @dataclass(frozen=True)
 class InMemoryTraining:
-    """A run on batches in memory. The same seed means the same first weights, batches, crops and flips."""
+    """Trains on batches in memory. The seed determines the initial weights, batches, crops and flips."""
 
     data: DataSource
 
-    def __call__(self, run: TrainingRun, checkpoint: Path | None, report: Report) -> Row:
-        """Train one model and make its row."""
+    def __call__(self, run: TrainingRun, checkpoint: Path | None, on_progress: OnProgress) -> Row:
+        """Train one model and return its row."""
         batches, evaluation = self.data(run)
         torch.manual_seed(run.seed)
         model = create_model(run.model, run.spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return train_to_row(run, model, batches, evaluation, checkpoint, report)
+        return train_to_row(run, model, batches, evaluation, checkpoint, on_progress)
 
 
 def train_to_row(
@@ -104,13 +115,13 @@ def train_to_row(
     batches: Batches,
     evaluation: Evaluation,
     checkpoint: Path | None,
-    report: Report,
+    on_progress: OnProgress,
 ) -> Row:
-    """Do a run, divergence being a result too."""
+    """Train a run and return its row; divergence is a result too."""
     diverged = None
 
     def on_epoch(history: History) -> None:
-        report(run.key, {"epochs": history.epochs, "accuracy": history.accuracy[-1], "seconds": history.seconds})
+        on_progress(run.key, {"epochs": history.epochs, "accuracy": history.accuracy[-1], "seconds": history.seconds})
 
     try:
         history = fit(
@@ -119,41 +130,37 @@ def train_to_row(
     except DivergedError as error:
         history, diverged = error.history, str(error)
     metrics = history.metrics(diverged)
-    return Row(run.experiment, run.row, run.seed, run.described, metrics, round(history.seconds, 1))
+    return Row(run.experiment, run.row, run.seed, run.to_recipe(), metrics, round(history.seconds, 1))
 
 
-def run_grid(
-    runs: Sequence[TrainingRun], work: Work, store: Store, *, processes: int | None = None, ray: str | None = None
-) -> None:
-    """Do every run that the store has no row of, and add the rows as they come."""
+def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, workers: Workers | None = None) -> None:
+    """Train every run without a row in the store, and append the rows as the runs finish."""
     present = {row.key for row in store.rows()}
     waiting = [run for run in runs if run.key not in present]
-    progress = Progress(runs=len(runs), done=len(runs) - len(waiting))
+    progress = Progress(total=len(runs), done=len(runs) - len(waiting))
     if not waiting:
-        progress.say(f"all {len(runs)} runs are in {store.path}")
+        progress.log(f"all {len(runs)} runs are in {store.path}")
         return
-    if processes is not None and processes < 1:
-        raise ValueError(f"processes is {processes}; expected at least 1")
     ensure_writable(store.path.parent)
     checkpoint_of(waiting[0], store.path).parent.mkdir(exist_ok=True)
-    workers = min(processes or cores(), len(waiting))
-    tasks = {run.key: Task(run, work, store.path) for run in waiting}
-    backend: Backend = LocalBackend(workers) if ray is None else RayBackend(ray)
+    tasks = {run.key: Task(run, train, store.path) for run in waiting}
+    backend = (workers or Workers()).start(len(waiting))
     failures: list[str] = []
     try:
-        with progress.shown(waiting, backend.workers):
-            for done in backend.results(tasks, progress.epoch):
-                run = tasks[done.key].run
-                if done.error is not None:
-                    failures.append(f"{run.name}: {done.error}")
-                elif done.row is not None:
-                    store.append(done.row)
+        with progress.live(waiting, backend.workers):
+            for result in backend.results(tasks, progress.update):
+                run = tasks[result.key].run
+                if result.error is not None:
+                    failures.append(f"{run.name}: {result.error}")
+                elif result.row is not None:
+                    store.append(result.row)  # if the worker shares no file system with this process
+                    remove_stale_temps(checkpoint_of(run, store.path))
                     for suffix in (".pt", ".lock"):
                         checkpoint_of(run, store.path).with_suffix(suffix).unlink(missing_ok=True)
-                progress.finish(run, done)
+                progress.complete(run, result)
     except KeyboardInterrupt:
         left = len(runs) - progress.done
-        progress.say(f"stopped with {left} of {len(runs)} runs left; the same command goes on from the last epochs")
+        progress.log(f"stopped with {left} of {len(runs)} runs left; the same command resumes from the last epochs")
         raise
     finally:
         backend.stop()
@@ -162,8 +169,8 @@ def run_grid(
 
 
 @contextmanager
-def _claim(path: Path) -> Iterator[bool]:
-    """Whether the lock of a run could be had; the file goes with it."""
+def _try_lock(path: Path) -> Iterator[bool]:
+    """Whether the lock of a run was free; it is held during the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         if fcntl is not None:

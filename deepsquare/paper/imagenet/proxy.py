@@ -1,11 +1,11 @@
-"""Rows of Tables 4 and 7 on a small data set at a small size: proxies, for a machine that cannot train on ImageNet.
+"""Rows of Tables 4 and 7 on a small data set at a small image size: proxies, for a machine that cannot train ImageNet.
 
-They show that a network trains by the paper's recipe with a technique in it and, with seeds enough, which way its
-accuracy on that data goes. They do not show the paper's numbers: those are of a thousand classes, 1.28 million
-images of 224 × 224 and hundreds of epochs, where a network is short of capacity; here it is short of data.
+They show that a network with a technique trains by the paper's recipe and, with enough seeds, the sign of the change
+in accuracy on that data. They do not show the paper's numbers: those are for 1,000 classes, 1.28 million images of
+224 × 224 and hundreds of epochs, where capacity is the limit; here it is the amount of data.
 
-The recipe is the paper's but for the size, the epochs, the batch, with which the rate goes, and the warm-up. Nothing
-was chosen by a result.
+The recipe is the paper's except for image size, epochs, batch size (with the learning rate) and warm-up. Nothing was
+chosen by a result.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 
 import torch
 
-from deepsquare.checkpoint import load_weights, save
-from deepsquare.paper.grid.runner import Report, TrainingRun, run_grid, train_to_row
-from deepsquare.paper.tables import CONTINUED, Entry
+from deepsquare.checkpoint import RunInfo, load_weights, save
+from deepsquare.paper.grid.backend import OnProgress, Workers
+from deepsquare.paper.grid.runner import TrainingRun, run_grid, train_to_row
+from deepsquare.paper.tables import CONTINUED, PaperRow
 from deepsquare.results import Row, Store
 from deepsquare.training import ImageNetRecipe
-from deepsquare.training.image_folder import Loading
 from deepsquare.training.named_recipes import DROPOUT, RECIPES
 from deepsquare.training.recipe import override
-from deepsquare.training.run import Settings, setup_training
+from deepsquare.training.run import setup_training
 
 SIZES = {"resnet18": 64, "shufflenet_v2_x1_0": 96, "shufflenet_v2_x0_5": 96}  # ResNet50 would take days
 EPOCHS = {"resnet18": 20, "shufflenet_v2_x1_0": 30, "shufflenet_v2_x0_5": 40}
 BATCH_SIZE, WARMUP = 64, 1.0
-CONTINUED_EPOCHS, CONTINUED_LR = 10, 0.1  # of the rate before
+CONTINUED_EPOCHS, CONTINUED_LR = 10, 0.1  # relative to the learning rate of the first training
 
 
 def recipe_of(name: str) -> ImageNetRecipe:
-    """The proxy's form of a recipe of the paper."""
+    """A recipe of the paper, reduced for the proxy."""
     recipe = RECIPES[name]
     size = SIZES[recipe.model]
     changed = {"size": size, "eval_size": size, "eval_resize": round(size * recipe.eval_resize / recipe.eval_size)}
@@ -43,7 +43,7 @@ def recipe_of(name: str) -> ImageNetRecipe:
 
 
 def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
-    """The runs seed after seed: from the start, and of one network after its base has been trained."""
+    """The runs ordered by seed: from random weights, and those that continue a trained network."""
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; expected at least 1")
     names = [name for name, named in RECIPES.items() if named.model in SIZES and not name.endswith("@200")]
@@ -58,43 +58,46 @@ def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[Tr
     return runs
 
 
-def _continued(experiment: str, seed: int, entry: Entry) -> TrainingRun:
+def _continued(experiment: str, seed: int, entry: PaperRow) -> TrainingRun:
     base = recipe_of(entry.model)
     recipe = dataclasses.replace(
         base, spec=entry.spec, epochs=CONTINUED_EPOCHS, warmup=0.0, lr=CONTINUED_LR * base.lr,
         dropout=DROPOUT if entry.spec else None,
     )  # fmt: skip
     name = "+".join(filter(None, (entry.model, entry.spec)))
-    return TrainingRun(experiment, name, seed, entry.model, entry.spec, f"{base.size} px, continued", recipe)
+    schedule = f"{base.size} px"
+    return TrainingRun(experiment, name, seed, entry.model, entry.spec, schedule, recipe, init_from=entry.model)
 
 
 @dataclass(frozen=True)
 class ImageFolderTraining:
-    """A run on a folder of images; the trained model is kept, to be continued or deployed."""
+    """Trains on a folder of images and saves the model, to be continued or deployed."""
 
     data: Path
 
-    def __call__(self, run: TrainingRun, checkpoint: Path, report: Report) -> Row:
-        """Train one model and make its row."""
-        recipe, settings = run.recipe, Settings(loading=Loading("fast"))
+    def __call__(self, run: TrainingRun, checkpoint: Path, on_progress: OnProgress) -> Row:
+        """Train one model and return its row."""
+        recipe = run.recipe
         assert isinstance(recipe, ImageNetRecipe)
-        parts = setup_training(recipe, self.data, run.seed, settings)
-        continued = run.schedule.endswith("continued")
-        base, own = (
-            checkpoint.parent / f"{name}-seed{run.seed}.safetensors"
-            for name in (run.model, f"{run.row}-continued" if continued else run.row)
-        )
-        if continued:
+        setup = setup_training(recipe, self.data, run.seed)
+        if run.init_from is not None:
+            base = model_path(checkpoint.parent, run.init_from, run.seed)
             if not base.exists():
                 raise FileNotFoundError(
-                    f"{base} is missing, which the run of {run.model} from the start leaves behind; where its row came "
-                    "from another machine, train it here: give a new folder as --results"
+                    f"{base} is missing, which the run of {run.init_from} saves; if its row came from another "
+                    "machine, train it here: give a new folder as --results"
                 )
-            load_weights(parts.trainer.model, base)  # the squares' own start values stay
+            load_weights(setup.trainer.model, base)  # new parameters keep their initial values
         torch.manual_seed(run.seed)
-        row = train_to_row(run, parts.trainer, parts.batches, parts.evaluation, checkpoint, report)
-        save(parts.trainer.model, own, parts.preprocessing)
+        row = train_to_row(run, setup.trainer, setup.batches, setup.evaluation, checkpoint, on_progress)
+        path = model_path(checkpoint.parent, **run.provenance)
+        save(setup.trainer.model, path, setup.preprocessing, run=RunInfo(**run.provenance))
         return row
+
+
+def model_path(folder: Path, row: str, seed: int, init_from: str | None = None) -> Path:
+    """The file of a trained model."""
+    return folder / f"{row}{'' if init_from is None else '-continued'}-seed{seed}.safetensors"
 
 
 def run_proxy(
@@ -103,15 +106,14 @@ def run_proxy(
     seeds: int = 1,
     rows: Sequence[str] = (),
     results: Path = Path("out/results"),
-    processes: int | None = None,
-    ray: str | None = None,
+    workers: Workers | None = None,
 ) -> None:
-    """Train every row of Tables 4 and 7 that is small enough under each seed and add the rows to ``imagenet.jsonl``."""
+    """Train the rows of Tables 4 and 7 that are small enough with each seed; append to ``imagenet.jsonl``."""
     runs = proxy_runs(data.resolve().name, seeds, rows)
     first = runs[0].recipe
     assert isinstance(first, ImageNetRecipe)
-    setup_training(first, data, 0, Settings(loading=Loading("fast")))  # a clear word before any process starts
+    setup_training(first, data)  # fail early
     store = Store(results / "imagenet.jsonl")
-    for started in (True, False):  # first what the others continue
-        part = [run for run in runs if run.schedule.endswith("continued") != started]
-        run_grid(part, ImageFolderTraining(data), store, processes=processes, ray=ray)
+    for continued in (False, True):  # the continued runs need the models of the others
+        part = [run for run in runs if (run.init_from is not None) == continued]
+        run_grid(part, ImageFolderTraining(data), store, workers)

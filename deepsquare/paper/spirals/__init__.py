@@ -1,11 +1,7 @@
 """Section 3.2: ReLU-Square on spirals, Figures 3 to 6.
 
 The paper claims that ReLU-Square fits smoother than ReLU and so has a lower test loss: in the regression of a
-one-arm spiral, and in the classification of three arms. ``networks`` trains many networks at once, ``tuning``
-gives every activation the same search for a setting, ``measures`` counts smoothness and cost, ``ablation``
-explains, ``draw`` draws, ``experiment`` is the run.
+one-arm spiral, and in the classification of three arms. ``networks`` trains many networks in one batch, ``tuning``
+runs the same hyperparameter search for every activation, ``measures`` has smoothness and cost, ``ablation`` looks
+for the reasons, ``draw`` makes the figures, ``experiment`` runs everything.
 """
-
-from deepsquare.paper.spirals.experiment import SpiralsResult, run
-
-__all__ = ["SpiralsResult", "run"]

@@ -1,9 +1,9 @@
-"""Why ReLU-Square can lose on the one-arm spiral, by small experiments of ReLU against ReLU-Square.
+"""Why ReLU-Square can be worse on the one-arm spiral: ablations of ReLU against ReLU-Square.
 
-``by_data``: how many turns and how much noise, against the number of steps. ``by_length``: a longer training, and
-one whose rate falls to zero. ``by_optimizer``: the same networks without noise under Adam and under a second-order
-method, which no bad conditioning slows down. ``at_start``: how ill-conditioned the problem is before training, and
-how many units bend within the range of the times.
+``by_data``: the number of turns and the noise, against the number of steps. ``by_length``: longer training, and a
+learning rate that decays to zero. ``by_optimizer``: noiseless data with Adam and with a second-order method, which
+is insensitive to conditioning. ``at_start``: the conditioning at initialization, and how many units have their kink
+within the range of the times.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,14 +40,14 @@ SLOW = 1e-3  # of the largest eigenvalue
 
 
 def by_data(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
-    """For each of ``CASES`` the median test loss along training, and the step from which ReLU-Square stays below."""
+    """For each of ``CASES``, the median test loss during training, and the step after which ReLU-Square stays lower."""
     every = max(1, steps // 16)
 
     def medians(activation: str) -> Tensor:
         networks = _stacked(activation, seeds, len(CASES), _noisy)
         batch = networks.batch("test")
-        training = ((step, found) for step, found in train(networks, steps) if step and step % every == 0)
-        losses = [networks.losses(found, *batch) for _, found in training]
+        training = (parameters for step, parameters in train(networks, steps) if step and step % every == 0)
+        losses = [networks.losses(parameters, *batch) for parameters in training]
         return torch.stack(losses).reshape(-1, len(CASES), len(seeds)).median(2).values
 
     relu, square = (medians(activation) for activation in PAIR)
@@ -57,21 +57,21 @@ def by_data(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
         since = behind[-1] + 1 if behind else 0
         ahead_from = every * (since + 1) if since < len(relu) else None
         row: dict[str, Any] = {"turns": turns, "noise": noise, "every": every, "ahead_from": ahead_from}
-        row |= {name: round_for_json(found[:, case].tolist()) for name, found in zip(PAIR, (relu, square), strict=True)}
+        row |= {name: round_for_json(loss[:, case].tolist()) for name, loss in zip(PAIR, (relu, square), strict=True)}
         rows.append(row)
     return rows
 
 
 def by_length(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
-    """The test loss after thirds of a long training with a constant rate, and after one with decay."""
+    """The test loss after thirds of a long training with a constant learning rate, and after one with decay."""
     settings = (USUAL, replace(USUAL, decay=True))
     thirds = [round(steps * third / 3) for third in (1, 2, 3)]
 
     def ends(activation: str) -> list[Array]:
         networks = Networks(ONE_ARM, activation, settings, seeds)
         batch = networks.batch("test")
-        found = (parameters for step, parameters in train(networks, steps) if step in thirds)
-        tables = [networks.table(networks.losses(parameters, *batch)).double().numpy() for parameters in found]
+        at_thirds = (parameters for step, parameters in train(networks, steps) if step in thirds)
+        tables = [networks.table(networks.losses(parameters, *batch)).double().numpy() for parameters in at_thirds]
         return [*(constant for constant, _ in tables), tables[-1][1]]
 
     relu, square = (ends(activation) for activation in PAIR)
@@ -86,7 +86,7 @@ def by_length(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
 
 
 def by_optimizer(seeds: Sequence[int], steps: int, iterations: int) -> list[dict[str, Any]]:
-    """Median squared error of noiseless trajectories after Adam, and after Levenberg–Marquardt's method."""
+    """The median squared error on noiseless trajectories with Adam and with Levenberg–Marquardt."""
 
     def medians(activation: str) -> Tensor:
         networks = _stacked(activation, seeds, len(FREE), lambda case, _, split: _noiseless(split, FREE[case]))
@@ -96,13 +96,13 @@ def by_optimizer(seeds: Sequence[int], steps: int, iterations: int) -> list[dict
         second_order = networks.losses(levenberg_marquardt(networks, iterations), *batch)
         return torch.stack([adam, second_order]).reshape(2, len(FREE), len(seeds)).median(2).values
 
-    found = [medians(activation) for activation in PAIR]
+    errors = [medians(activation) for activation in PAIR]
     names = ("adam", "levenberg_marquardt")
     return [
         {"turns": turns}
         | {
             activation: dict(zip(names, round_for_json(values[:, case].tolist()), strict=True))
-            for activation, values in zip(PAIR, found, strict=True)
+            for activation, values in zip(PAIR, errors, strict=True)
         }
         for case, turns in enumerate(FREE)
     ]
@@ -111,7 +111,7 @@ def by_optimizer(seeds: Sequence[int], steps: int, iterations: int) -> list[dict
 def _stacked(
     activation: str, seeds: Sequence[int], cases: int, draw: Callable[[int, int, data.Split], Batch]
 ) -> Networks:
-    """The networks of all cases as one stack: the seed of a network tells its case as well."""
+    """The networks of all cases as one stack; the seed of a network encodes its case."""
     span = max(seeds) + 1
     task = replace(ONE_ARM, draw=lambda seed, split: draw(*divmod(seed, span), split))
     return Networks(task, activation, [USUAL], [case * span + seed for case in range(cases) for seed in seeds])
@@ -128,7 +128,7 @@ def _noiseless(split: data.Split, turns: float) -> Batch:
 
 
 def levenberg_marquardt(networks: Networks, iterations: int) -> Tensor:
-    """Least squares by damped Gauss–Newton steps, in float64: each network keeps a step only if it helps."""
+    """Least squares by damped Gauss–Newton steps, in float64: each network accepts a step only if the loss falls."""
     inputs, targets = networks.batch("train", torch.float64)
     parameters = networks.initial(torch.float64)
     loss = networks.losses(parameters, inputs, targets)
@@ -139,30 +139,30 @@ def levenberg_marquardt(networks: Networks, iterations: int) -> Tensor:
         curvature = jacobian.mT @ jacobian
         scale = damping * curvature.diagonal(dim1=1, dim2=2).mean(1)
         damped = curvature + scale[:, None, None] * torch.eye(curvature.shape[1], dtype=torch.float64)
-        tried = parameters - torch.linalg.solve(damped, jacobian.mT @ residual[..., None])[..., 0]
-        outcome = networks.losses(tried, inputs, targets)
-        better = outcome < loss
-        parameters = torch.where(better[:, None], tried, parameters)
-        loss = torch.where(better, outcome, loss)
+        candidate = parameters - torch.linalg.solve(damped, jacobian.mT @ residual[..., None])[..., 0]
+        candidate_loss = networks.losses(candidate, inputs, targets)
+        better = candidate_loss < loss
+        parameters = torch.where(better[:, None], candidate, parameters)
+        loss = torch.where(better, candidate_loss, loss)
         damping = torch.where(better, damping / 3, damping * 2).clamp(1e-12, 1e6)
     return parameters
 
 
 def jacobians(networks: Networks, parameters: Tensor, inputs: Tensor) -> Tensor:
-    """The derivatives of every output by every parameter (networks, N·K, P), the outputs K innermost."""
+    """The derivatives of every output by every parameter (networks, N·K, P), with K innermost."""
 
-    def at_point(one: Tensor, point: Tensor) -> Tensor:
-        return networks.output(one, point[:, None])[:, 0]
+    def at_point(weights: Tensor, point: Tensor) -> Tensor:
+        return networks.output(weights, point[:, None])[:, 0]
 
-    found: Tensor = vmap(vmap(jacrev(at_point), (None, 1)))(parameters, inputs)  # (networks, N, K, P)
-    return found.flatten(1, 2)
+    jacobian: Tensor = vmap(vmap(jacrev(at_point), (None, 1)))(parameters, inputs)  # (networks, N, K, P)
+    return jacobian.flatten(1, 2)
 
 
 def at_start(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Before training, by input: the tangent kernel's spectrum, and the units that switch within the times.
+    """At initialization, by input scaling: the spectrum of the tangent kernel, and the units that switch.
 
-    Gradient descent shrinks the error along an eigenvector of the kernel J·Jᵀ at the rate of its eigenvalue.
-    ``slow_share`` is how much of the spiral lies along those slower than the fastest by a factor of 1,000;
+    Gradient descent reduces the error along an eigenvector of the kernel J·Jᵀ at the rate of its eigenvalue.
+    ``slow_share`` is the share of the spiral along those that are 1,000 times slower than the fastest;
     ``tenth_eigenvalue`` is relative to the first, of the kernel of one output.
     """
     rows = []
@@ -179,7 +179,7 @@ def at_start(seeds: Sequence[int]) -> list[dict[str, Any]]:
             tenth = values[:, -10] / values[:, -1]
             numbers = {"slow_share": slow.median().item(), "tenth_eigenvalue": tenth.median().item()}
             counts = units(networks, parameters, inputs)
-            numbers |= {f"units_{name}": float(found.mean()) for name, found in counts.items()}
+            numbers |= {f"units_{name}": float(values.mean()) for name, values in counts.items()}
             row = {"activation": activation, "inputs": setting.inputs}
             rows.append(row | dict(zip(numbers, round_for_json(list(numbers.values())), strict=True)))
     return rows

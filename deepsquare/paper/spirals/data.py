@@ -1,14 +1,13 @@
-"""The spirals of Section 3.2: one arm, a trajectory to regress; three arms, to be told apart.
+"""The spirals of Section 3.2: one arm for regression, three arms for classification.
 
-NOTE not in paper: everything but the number of arms. Here the radius grows from 0 to 1 along an arm, in even
-steps, and
+NOTE not in paper: everything but the number of arms. Here the radius grows linearly from 0 to 1 along an arm, and
 
-- the one arm makes 1.5 turns, as many as scikit-learn's Swiss roll; both coordinates carry normal noise of
-  0.02, so that no network can have an expected squared error below 0.0004 on noisy points;
-- each of the three arms sweeps 4 radians and its angles carry normal noise of 0.2, as in the notes of
+- the one arm makes 1.5 turns, as many as scikit-learn's Swiss roll; both coordinates have normal noise with
+  σ = 0.02, so the expected squared error on noisy points is at least 0.0004;
+- each of the three arms sweeps 4 radians and its angles have normal noise with σ = 0.2, as in the notes of
   Stanford's CS231n; the arms are a third of a turn apart.
 
-A draw is decided by its seed and the name of its split: nothing is shared between splits.
+A sample depends on its seed and split only; splits share no randomness.
 """
 
 import math
@@ -31,7 +30,7 @@ def trajectory(times: Array, turns: float = TURNS) -> Array:
 
 
 def one_arm(seed: int, split: Split, points: int, *, turns: float = TURNS, noise: float = NOISE) -> tuple[Array, Array]:
-    """Times (N,), evenly in [0, 1], and where the trajectory was seen at them (N, 2)."""
+    """Evenly spaced times (N,) in [0, 1], and the noisy points of the trajectory at them (N, 2)."""
     rng = _generator(seed, split, points, noise)
     times = _evenly(points)
     return times, trajectory(times, turns) + noise * rng.standard_normal((points, 2))
@@ -49,7 +48,7 @@ def three_arms(
 
 
 def _evenly(points: int) -> Array:
-    """The middles of equal parts of [0, 1]: the arms share no point at the centre."""
+    """The midpoints of equal intervals in [0, 1]: the arms have no common point at the center."""
     return (np.arange(points) + 0.5) / points
 
 

@@ -1,6 +1,6 @@
-"""Figures 3 to 6 in the paper's arrangement, and how the outcome depends on the setting.
+"""Figures 3 to 6 in the paper's layout, and the dependence of the result on the setting.
 
-A trajectory or a decision region is that of the network with the median test loss, not of the best one.
+Trajectories and decision regions are those of the network with the median test loss, not of the best one.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from deepsquare.paper.spirals.measures import TIMES, boundary_turn, largest_turn
 from deepsquare.paper.spirals.tuning import LENGTHS, LRS, Trained, Tuned, quantiles
 
 NAMES = {"relu": "ReLU", "relu_square": "ReLU-Square", "softplus": "softplus", "tanh": "tanh", "sigmoid": "sigmoid"}
-COLOURS = {  # Okabe and Ito's
+COLORS = {  # Okabe and Ito's
     "relu": "#D55E00",
     "relu_square": "#0072B2",
     "softplus": "#009E73",
@@ -27,7 +27,7 @@ COLOURS = {  # Okabe and Ito's
     "sigmoid": "#E69F00",
 }
 STYLES = {"softplus": (0, (4, 1.5)), "tanh": (0, (1, 1)), "sigmoid": (0, (5, 1, 1, 1))}
-ARM_COLOURS = ("#0072B2", "#E69F00", "#009E73")
+ARM_COLORS = ("#0072B2", "#E69F00", "#009E73")
 ARM_TINTS = ("#b3d4e8", "#f7dfae", "#b0dccb")
 ARM_MARKERS = ("o", "s", "^")
 MAIN = ("relu", "relu_square")
@@ -47,11 +47,11 @@ def fig3(trained: Mapping[str, Trained]) -> bytes:
     data.scatter(x1, x2, s=9, color="black")
     _title(data, "(a) One-arm spiral data", f"{len(x1)} points to train on; grey: without noise")
     for axes, title, name in zip(panels, TITLES, ("relu_square", "relu"), strict=True):
-        found = trained[name]
-        path = paths(found.networks, found.parameters)[found.median_network]
+        result = trained[name]
+        path = paths(result.networks, result.parameters)[result.median_network]
         axes.plot(*true.T, color="0.6", linewidth=1)
-        axes.plot(*path.T, color=COLOURS[name], linewidth=1.8)
-        loss = found.loss[found.median_network]
+        axes.plot(*path.T, color=COLORS[name], linewidth=1.8)
+        loss = result.loss[result.median_network]
         _title(axes, title, f"test loss {loss:.2g}, sharpest turn {largest_turn(path):.0f}°")
     _note(figure, f"(b), (c): of {len(trained['relu'].loss)} networks the one with the median test loss")
     for axes in (data, *panels):
@@ -63,7 +63,7 @@ def fig4(trained: Mapping[str, Trained]) -> bytes:
     """The test loss of the regression along training."""
     figure = _figure(6.4, 3.8)
     axes = figure.subplots()
-    _curves(axes, trained, {name: found.losses for name, found in trained.items()})
+    _curves(axes, trained, {name: result.losses for name, result in trained.items()})
     axes.axhline(NOISE**2, color="0.4", linewidth=0.9, linestyle="--")
     axes.text(
         0.01, NOISE**2, "noise", ha="left", va="top", fontsize=9, color="0.3", transform=axes.get_yaxis_transform()
@@ -82,34 +82,34 @@ def fig5(trained: Mapping[str, Trained]) -> bytes:
     _arms(data, trained["relu_square"], 9)
     _title(data, "(a) Three-arm spiral data", "the points to train on")
     for axes, title, name in zip(panels, TITLES, ("relu_square", "relu"), strict=True):
-        found = trained[name]
-        index = found.median_network
-        ticks, outputs = on_grid(found.networks, found.parameters, [index])
+        result = trained[name]
+        index = result.median_network
+        ticks, outputs = on_grid(result.networks, result.parameters, [index])
         extent = (ticks[0], ticks[-1], ticks[0], ticks[-1])
         regions = np.argmax(outputs[0], axis=0)
         axes.imshow(regions, extent=extent, origin="lower", cmap=ListedColormap(ARM_TINTS), vmin=0, vmax=2)
-        _arms(axes, found, 4)
+        _arms(axes, result, 4)
         turn = boundary_turn(ticks, outputs[0])
-        _title(axes, title, f"test loss {found.loss[index]:.2g}, sharpest turns {turn:.0f}°")
+        _title(axes, title, f"test loss {result.loss[index]:.2g}, sharpest turns {turn:.0f}°")
     _note(figure, f"(b), (c): of {len(trained['relu'].loss)} networks the one with the median test loss")
     for axes in (data, *panels):
         axes.set(aspect="equal", xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
     return _png(figure)
 
 
-def _arms(axes: Axes, found: Trained, size: float) -> None:
-    points, arms = found.networks.task.draw(found.networks.seeds[found.median_network], "train")
-    for arm, (colour, marker) in enumerate(zip(ARM_COLOURS, ARM_MARKERS, strict=True)):
+def _arms(axes: Axes, trained: Trained, size: float) -> None:
+    points, arms = trained.networks.task.draw(trained.networks.seeds[trained.median_network], "train")
+    for arm, (color, marker) in enumerate(zip(ARM_COLORS, ARM_MARKERS, strict=True)):
         x1, x2 = points[:, arms[arm] == 1].numpy()
-        axes.scatter(x1, x2, s=size, color=colour, marker=marker, linewidths=0)
+        axes.scatter(x1, x2, s=size, color=color, marker=marker, linewidths=0)
 
 
 def fig6(trained: Mapping[str, Trained]) -> bytes:
     """The test loss and the test accuracy of the classification along training."""
     figure = _figure(8, 3.6)
     loss, accuracy = figure.subplots(1, 2)
-    _curves(loss, trained, {name: found.losses for name, found in trained.items()})
-    percent = {name: 100 * found.accuracies for name, found in trained.items() if found.accuracies is not None}
+    _curves(loss, trained, {name: result.losses for name, result in trained.items()})
+    percent = {name: 100 * result.accuracies for name, result in trained.items() if result.accuracies is not None}
     _curves(accuracy, trained, percent)
     loss.set(yscale="log", xlabel="step", ylabel="test loss (cross-entropy)", title="Three-arm spiral: loss")
     accuracy.set(xlabel="step", ylabel="test accuracy (%)", title="Three-arm spiral: accuracy", ylim=(85, 100.3))
@@ -119,72 +119,72 @@ def fig6(trained: Mapping[str, Trained]) -> bytes:
 
 
 def _curves(axes: Axes, trained: Mapping[str, Trained], values: Mapping[str, Array]) -> None:
-    """Medians over the seeds; for the two of the paper the middle half and the middle 90% as well."""
+    """Medians over the seeds; for the paper's two activations also the middle 50% and 90%."""
     for name in (*(name for name in trained if name not in MAIN), *MAIN):
-        found, colour = trained[name], COLOURS[name]
+        result, color = trained[name], COLORS[name]
         low, quarter, middle, third, high = quantiles(values[name])
         main = name in MAIN
         if main:
-            axes.fill_between(found.checkpoints, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.fill_between(found.checkpoints, quarter, third, color=colour, alpha=0.3, linewidth=0)
+            axes.fill_between(result.checkpoints, low, high, color=color, alpha=0.15, linewidth=0)
+            axes.fill_between(result.checkpoints, quarter, third, color=color, alpha=0.3, linewidth=0)
         width, style = (2, "-") if main else (1.2, STYLES[name])
-        axes.plot(found.checkpoints, middle, color=colour, linewidth=width, linestyle=style, label=NAMES[name])
-        chosen = found.checkpoints.index(found.steps)
+        axes.plot(result.checkpoints, middle, color=color, linewidth=width, linestyle=style, label=NAMES[name])
+        chosen = result.checkpoints.index(result.steps)
         size = 7 if main else 5
-        axes.plot(found.steps, middle[chosen], "o", color=colour, markersize=size, zorder=3)
-    axes.set_xlim(0, 1.02 * max(found.checkpoints[-1] for found in trained.values()))
+        axes.plot(result.steps, middle[chosen], "o", color=color, markersize=size, zorder=3)
+    axes.set_xlim(0, 1.02 * max(result.checkpoints[-1] for result in trained.values()))
 
 
-def _legend(axes: Axes, place: Literal["upper right", "lower right"]) -> None:
+def _legend(axes: Axes, location: Literal["upper right", "lower right"]) -> None:
     handles, labels = axes.get_legend_handles_labels()
     order = [labels.index(name) for name in NAMES.values()]  # ReLU and ReLU-Square first, though drawn last
-    axes.legend([handles[i] for i in order], [labels[i] for i in order], loc=place, fontsize=9, frameon=False)
+    axes.legend([handles[i] for i in order], [labels[i] for i in order], loc=location, fontsize=9, frameon=False)
 
 
 def settings(tuned: Mapping[str, Mapping[str, Tuned]]) -> bytes:
-    """For every setting and length the test loss of ReLU-Square over that of ReLU; frames round those chosen."""
+    """The ratio of test losses, ReLU-Square to ReLU, for every setting and length; the best ones are framed."""
     figure = _figure(8, 5.6)
     grid = figure.subplots(len(tuned), len(LENGTHS), gridspec_kw={"height_ratios": [2, 1]})
-    for row, (task, found) in zip(grid, tuned.items(), strict=True):
+    for row, (task, results) in zip(grid, tuned.items(), strict=True):
         for index, axes in enumerate(row):
-            _heat_map(axes, task, found, index)
+            _heat_map(axes, task, results, index)
             axes.set_yticklabels(axes.get_yticklabels() if index == 0 else [])
     bar = figure.colorbar(grid[0, 0].images[0], ax=grid, shrink=0.6, pad=0.01)
     bar.set_ticks([-3, -2, -1, 0, 1, 2, 3], labels=["⅛", "¼", "½", "1", "2", "4", "8"])
     bar.set_label("test loss, ReLU-Square / ReLU", fontsize=9)
     frames = [
-        Patch(fill=False, edgecolor=COLOURS[name], linewidth=2, label=f"chosen for {NAMES[name]}") for name in MAIN
+        Patch(fill=False, edgecolor=COLORS[name], linewidth=2, label=f"chosen for {NAMES[name]}") for name in MAIN
     ]
     figure.legend(handles=frames, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return _png(figure)
 
 
-def _heat_map(axes: Axes, task: str, found: Mapping[str, Tuned], index: int) -> None:
-    relu, square = found["relu"], found["relu_square"]
-    lrs = [f"{lr:g}" for found in LRS.values() for lr in found]
+def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> None:
+    relu, square = tuned["relu"], tuned["relu_square"]
+    lrs = [f"{lr:g}" for values in LRS.values() for lr in values]
     table = log_ratio(square.test, relu.test)[index].reshape(-1, len(lrs))
     axes.imshow(table.clip(-3, 3), cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
     _title(axes, f"{task}, {relu.steps[index]:,} steps", f"ReLU-Square better in {(table < 0).sum()} of {table.size}")
     for (row, column), value in np.ndenumerate(table):
         text = "–" if np.isnan(value) else ">8" if value > 3 else "<⅛" if value < -3 else f"{2**value:.1f}"
-        colour = "white" if abs(value) > 1.8 else "black"
-        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
-    for name, size in zip(MAIN, (0.92, 0.76), strict=True):  # one inside the other where both chose the same
-        setting, steps = found[name].best
+        color = "white" if abs(value) > 1.8 else "black"
+        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+    for name, size in zip(MAIN, (0.92, 0.76), strict=True):  # nested if both are the same
+        setting, steps = tuned[name].best
         if steps == relu.steps[index]:
             row, column = divmod(relu.settings.index(setting), len(lrs))
             corner = (column - size / 2, row - size / 2)
-            axes.add_patch(Rectangle(corner, size, size, fill=False, edgecolor=COLOURS[name], linewidth=2))
+            axes.add_patch(Rectangle(corner, size, size, fill=False, edgecolor=COLORS[name], linewidth=2))
     kinds = relu.settings[:: len(lrs)]
     axes.set_yticks(range(len(kinds)), [f"{kind.initialization}\n{kind.inputs}" for kind in kinds], fontsize=8)
     axes.set_xticks(range(len(lrs)), lrs, fontsize=7)
     axes.axvline(len(LRS["adam"]) - 0.5, color="black", linewidth=1)
-    for place, name in ((0.28, "Adam"), (0.79, "SGD")):
-        axes.text(place, -0.2 * 2 / len(kinds), name, transform=axes.transAxes, fontsize=9, ha="center", va="top")
+    for x, name in ((0.28, "Adam"), (0.79, "SGD")):
+        axes.text(x, -0.2 * 2 / len(kinds), name, transform=axes.transAxes, fontsize=9, ha="center", va="top")
 
 
 def log_ratio(square: Array, relu: Array) -> Array:
-    """log₂ of one loss over another; one that diverged is the worse, and NaN stands where both did."""
+    """log₂ of the ratio of two losses; ±∞ if one diverged, NaN if both did."""
     both = np.isinf(square) & np.isinf(relu)
     safe = np.where(both, 1.0, relu), np.where(both, 1.0, square)
     with np.errstate(divide="ignore"):

@@ -1,6 +1,5 @@
-"""The run behind Figures 3 to 6: tune, train on fresh seeds, measure, explain, draw and store."""
+"""Figures 3 to 6: tune, train with fresh seeds, measure, ablate, draw and store."""
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,47 +21,47 @@ from deepsquare.paper.spirals.networks import ACTIVATIONS, ONE_ARM, THREE_ARMS, 
 from deepsquare.paper.spirals.tuning import QUANTILES, Trained, Tuned, quantiles, retrain, tune
 from deepsquare.paper.statistics import Interval
 from deepsquare.paper.verdict import Verdict, judge_sign
-from deepsquare.results import Row, conditions, round_for_json
+from deepsquare.results import Row, Store, conditions, round_for_json
 
 TASKS = (ONE_ARM, THREE_ARMS)
-BOUNDARIES = 20  # how many networks of an activation have their decision boundaries followed
-SPAN = 1_000_000  # the networks of one base seed have seeds of their own: tuning first, then ablation, then the rest
-ACCURACY = "test_accuracy"  # of the metrics the one that should be high
+BOUNDARIES = 20  # networks per activation whose decision boundaries are measured
+SPAN = 1_000_000  # seeds per base seed: the first are for tuning, then for the ablations, then for the final networks
+ACCURACY = "test_accuracy"
 
 
 @dataclass(frozen=True)
 class SpiralsResult:
-    """The rows, and where they and the figures are."""
+    """The rows, and the paths of the figures and of the store."""
 
     rows: tuple[Row, ...]
     figures: tuple[Path, ...]
     results: Path
 
     def metrics(self, row: str) -> Mapping[str, Any]:
-        """What a row found, by its name: ``one-arm/relu_square``."""
-        return next(found.metrics for found in self.rows if found.row == row)
+        """The metrics of a row by its label: ``one-arm/relu_square``."""
+        return next(present.metrics for present in self.rows if present.row == row)
 
     def verdict(self, task: str, metric: str = "test_loss") -> Verdict:
         """Whether ReLU-Square is better than ReLU, as the paper claims, by the interval of the difference."""
-        found = self.metrics(f"{task}/relu_square")
-        return judge_sign(BETTER[metric], Interval.read(found["against_relu"][metric], len(found[metric])))
+        metrics = self.metrics(f"{task}/relu_square")
+        return judge_sign(BETTER[metric], Interval.read(metrics["against_relu"][metric], len(metrics[metric])))
 
     def __rich__(self) -> Table:
-        """The summary, with the verdict on what Section 3.2 claims."""
+        """The summary, with the verdicts on the claims of Section 3.2."""
         table = Table(title="Section 3.2: spirals, on test data", caption=self._caption(), caption_justify="left")
         for heading in ("network", "1000 × loss", "minus ReLU's", "accuracy (%)", "turn"):
             table.add_column(heading, justify="left" if heading == "network" else "right", no_wrap=True)
         for task in TASKS:
             table.add_row(f"[bold]{task.name}[/bold]")
             for name in ACTIVATIONS:
-                found = self.metrics(f"{task.name}/{name}")
-                n = len(found["test_loss"])
+                metrics = self.metrics(f"{task.name}/{name}")
+                n = len(metrics["test_loss"])
                 table.add_row(
                     draw.NAMES[name],
-                    Interval.read(found["means"]["test_loss"], n, 1000).shown(),
-                    Interval.read(found["against_relu"]["test_loss"], n, 1000).shown() if name != "relu" else "",
-                    Interval.read(found["means"][ACCURACY], n, 100).shown() if task is THREE_ARMS else "",
-                    f"{found['means']['sharpest_turn']['mean']:.1f}°",
+                    Interval.read(metrics["means"]["test_loss"], n, 1000).format(),
+                    Interval.read(metrics["against_relu"]["test_loss"], n, 1000).format() if name != "relu" else "",
+                    Interval.read(metrics["means"][ACCURACY], n, 100).format() if task is THREE_ARMS else "",
+                    f"{metrics['means']['sharpest_turn']['mean']:.1f}°",
                 )
             table.add_section()
         return table
@@ -71,14 +70,16 @@ class SpiralsResult:
         lines = ["mean ± 95% interval over the seeds, differences paired by seed", "is ReLU-Square better than ReLU?"]
         for task in TASKS:
             claims = {"test_loss": "loss", ACCURACY: "accuracy", "sharpest_turn": "smoothness"}
-            known = self.metrics(f"{task.name}/relu_square")["against_relu"]
-            verdicts = [f"{word} {self.verdict(task.name, key).value}" for key, word in claims.items() if key in known]
+            measured = self.metrics(f"{task.name}/relu_square")["against_relu"]
+            verdicts = [
+                f"{name} {self.verdict(task.name, key).value}" for key, name in claims.items() if key in measured
+            ]
             lines.append(f"  {task.name}: {'; '.join(verdicts)}")
             better = self.metrics(f"settings/{task.name}")["relu_square_better"]
-            counts, steps = (", ".join(str(found[key]) for found in better) for key in ("settings", "steps"))
+            counts, steps = (", ".join(str(count[key]) for count in better) for key in ("settings", "steps"))
             lines.append(f"    of {better[0]['of']} settings in {counts}, after {steps} steps")
-        places = (f"figures: {self.figures[0].parent}", f"rows: {self.results}")
-        return "\n".join([*lines, *map(escape, places)])
+        paths = (f"figures: {self.figures[0].parent}", f"rows: {self.results}")
+        return "\n".join([*lines, *map(escape, paths)])
 
 
 def run(
@@ -89,11 +90,10 @@ def run(
     seeds: int = 100,
     shorten: int = 1,
 ) -> SpiralsResult:
-    """Section 3.2 with ``seeds`` networks of each activation, with a setting that was chosen on other seeds.
+    """Train ``seeds`` networks of each activation, with the setting that was best on other seeds; print a summary.
 
-    Writes ``fig3.png`` to ``fig6.png`` and ``spirals_settings.png`` into ``figures`` and ``spirals.jsonl`` into
-    ``results``, both made if missing, and prints what was found: two to three minutes on one core.
-    ``shorten`` divides every number of training steps, for a trial.
+    Writes ``fig3.png`` to ``fig6.png`` and ``spirals_settings.png`` to ``figures`` and ``spirals.jsonl`` to
+    ``results``: two to three minutes on one core. ``shorten`` divides every number of training steps, for tests.
     """
     for name, value, least in (("seed", seed, 0), ("seeds", seeds, 2)):
         if value < least:
@@ -108,15 +108,13 @@ def run(
         with atomic_write(figures / file) as path:
             path.write_bytes(image)
     result = SpiralsResult(tuple(rows), tuple(figures / file for file in images), results / "spirals.jsonl")
-    with atomic_write(result.results) as path:
-        lines = (json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in rows)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    Store(result.results).replace(rows)
     rich.print(result)
     return result
 
 
 class _Run:
-    """The steps of a run, and the rows that they leave."""
+    """The steps of a run, and their rows."""
 
     def __init__(self, seed: int, seeds: int, shorten: int) -> None:
         self.seed, self.shorten, self.start = seed, shorten, seed * SPAN
@@ -127,17 +125,17 @@ class _Run:
         self.since = time.perf_counter()
 
     def compute(self) -> tuple[list[Row], dict[str, bytes]]:
-        """Everything but the writing."""
+        """Run all steps; returns the rows and the figures as PNG, by file name."""
         tuned, trained = {}, {}
         with Progress(transient=True) as progress:
-            work = progress.add_task("", total=None)
+            step = progress.add_task("", total=None)
             for task in TASKS:
-                progress.update(work, description=f"{task.name}: every setting")
+                progress.update(step, description=f"{task.name}: every setting")
                 tuned[task.name] = self.tune(task)
-                progress.update(work, description=f"{task.name}: {len(self.fresh)} networks of each activation")
+                progress.update(step, description=f"{task.name}: {len(self.fresh)} networks of each activation")
                 trained[task.name] = self.train(task, tuned[task.name])
-            progress.update(work, description="ablation and cost")
-            self.explain()
+            progress.update(step, description="ablation and cost")
+            self.ablate()
             self.cost()
             one, three = (trained[task.name] for task in TASKS)
             images = {
@@ -158,29 +156,33 @@ class _Run:
         return tuned
 
     def train(self, task: Task, tuned: Mapping[str, Tuned]) -> dict[str, Trained]:
-        """Every activation with its own setting, on fresh seeds."""
+        """Every activation with its best setting, on fresh seeds."""
         steps = task.steps // self.shorten
         trained = {name: retrain(task, name, tuned[name], self.fresh, steps) for name in ACTIVATIONS}
-        found = {name: _measured(one) for name, one in trained.items()}
-        for name, one in trained.items():
-            metrics: dict[str, Any] = {metric: round_for_json(values) for metric, values in found[name].items()}
-            metrics["means"] = {metric: mean(settled(values)) for metric, values in found[name].items()}
+        measured = {name: _measure(result) for name, result in trained.items()}
+        for name, result in trained.items():
+            metrics: dict[str, Any] = {metric: round_for_json(values) for metric, values in measured[name].items()}
+            metrics["means"] = {metric: mean(settled(values)) for metric, values in measured[name].items()}
             if name != "relu":
                 metrics["against_relu"] = {
-                    metric: difference(found[name][metric], found["relu"][metric], sign)
+                    metric: difference(measured[name][metric], measured["relu"][metric], sign)
                     for metric, sign in BETTER.items()
-                    if metric in found[name]
+                    if metric in measured[name]
                 }
             if task is ONE_ARM and name in ablation.PAIR:  # the others have no kink
-                counts = measures.units(one.networks, one.parameters, one.networks.batch("train")[0])
+                counts = measures.units(result.networks, result.parameters, result.networks.batch("train")[0])
                 metrics["units"] = {kind: float(units.mean()) for kind, units in counts.items()}
-            metrics["curve"] = _curve(one)
-            recipe = asdict(one.setting) | {"steps": one.steps, "seeds": len(self.fresh), "first_seed": self.fresh[0]}
-            self._store(f"{task.name}/{name}", recipe, metrics, one.seconds)
+            metrics["curve"] = _curve(result)
+            recipe = asdict(result.setting) | {
+                "steps": result.steps,
+                "seeds": len(self.fresh),
+                "first_seed": self.fresh[0],
+            }
+            self._store(f"{task.name}/{name}", recipe, metrics, result.seconds)
         return trained
 
-    def explain(self) -> None:
-        """The rows of ``ablation.py``."""
+    def ablate(self) -> None:
+        """Run the ablations of ``ablation.py``."""
         usual, steps = asdict(ablation.USUAL), ONE_ARM.steps // self.shorten
         iterations = max(1, 150 // self.shorten)
 
@@ -196,20 +198,20 @@ class _Run:
         store("start", {"initialization": "pytorch"}, few, ablation.at_start(few))
 
     def cost(self) -> None:
-        """What each activation costs, beside ReLU."""
+        """Measure the time of each activation relative to ReLU."""
         elements, repeats = 2**20, max(1, 40 // self.shorten)
-        found = measures.activation_costs(elements, repeats)
+        costs = measures.activation_costs(elements, repeats)
         metrics: dict[str, Any] = {"milliseconds": {}, "relative_to_relu": {}}
-        for name, times in found.items():
-            metrics["milliseconds"][name] = {work: round(1000 * best, 4) for work, best in times.items()}
-            relative = {work: round(best / found["relu"][work], 2) for work, best in times.items()}
+        for name, times in costs.items():
+            metrics["milliseconds"][name] = {kind: round(1000 * best, 4) for kind, best in times.items()}
+            relative = {kind: round(best / costs["relu"][kind], 2) for kind, best in times.items()}
             metrics["relative_to_relu"][name] = relative
         self._store("activation cost", {"elements": elements, "repeats": repeats, "threads": 1}, metrics)
 
     def _store(
         self, name: str, recipe: Mapping[str, Any], metrics: Mapping[str, Any], seconds: float | None = None
     ) -> None:
-        """Keep a row; without ``seconds`` it took the time since the row before."""
+        """Add a row; ``seconds`` is by default the time since the previous row."""
         now = time.perf_counter()
         seconds = now - self.since if seconds is None else seconds
         self.rows.append(Row("spirals", name, self.seed, recipe, metrics, round(seconds, 2), **conditions()))
@@ -217,19 +219,19 @@ class _Run:
 
 
 def _settings(tuned: Mapping[str, Tuned]) -> dict[str, Any]:
-    """The whole grid, what each activation chose of it, and where ReLU-Square is better than ReLU."""
+    """The whole grid, the best setting of each activation, and how often ReLU-Square is better than ReLU."""
     relu, square = tuned["relu"], tuned["relu_square"]
     better = draw.log_ratio(square.test, relu.test) < 0
-    chosen = {name: found.best for name, found in tuned.items()}
+    chosen = {name: result.best for name, result in tuned.items()}
     return {
         "settings": [asdict(setting) for setting in relu.settings],
         "steps": list(relu.steps),
         "median_loss": {
             name: {
-                split: [round_for_json(row) for row in getattr(found, split)]
+                split: [round_for_json(row) for row in getattr(result, split)]
                 for split in ("train", "validation", "test")
             }
-            for name, found in tuned.items()
+            for name, result in tuned.items()
         },
         "chosen": {name: asdict(setting) | {"steps": steps} for name, (setting, steps) in chosen.items()},
         "relu_square_better": [
@@ -239,26 +241,27 @@ def _settings(tuned: Mapping[str, Tuned]) -> dict[str, Any]:
     }
 
 
-def _measured(found: Trained) -> dict[str, Array]:
-    """What is measured of every network, at the chosen step."""
-    metrics = {"test_loss": found.loss, "train_loss": found.train_loss}
-    if found.accuracy is None:
-        lines = measures.paths(found.networks, found.parameters)
+def _measure(trained: Trained) -> dict[str, Array]:
+    """The metrics of every network at the chosen step."""
+    metrics = {"test_loss": trained.loss, "train_loss": trained.train_loss}
+    if trained.accuracy is None:
+        lines = measures.paths(trained.networks, trained.parameters)
         metrics["roughness"] = np.array([measures.roughness(path) for path in lines])
         metrics["sharpest_turn"] = np.array([measures.largest_turn(path) for path in lines])
     else:
-        metrics[ACCURACY] = found.accuracy
-        ticks, outputs = measures.on_grid(found.networks, found.parameters, range(min(BOUNDARIES, len(found.loss))))
-        metrics["sharpest_turn"] = np.array([measures.boundary_turn(ticks, one) for one in outputs])
+        metrics[ACCURACY] = trained.accuracy
+        chosen = range(min(BOUNDARIES, len(trained.loss)))
+        ticks, outputs = measures.on_grid(trained.networks, trained.parameters, chosen)
+        metrics["sharpest_turn"] = np.array([measures.boundary_turn(ticks, network) for network in outputs])
     return metrics
 
 
-def _curve(found: Trained) -> dict[str, Any]:
-    """The quantiles over the seeds along training."""
-    curves = {"test_loss": found.losses, ACCURACY: found.accuracies}
+def _curve(trained: Trained) -> dict[str, Any]:
+    """The quantiles over the seeds during training."""
+    curves = {"test_loss": trained.losses, ACCURACY: trained.accuracies}
     bands = {
         metric: [round_for_json(row) for row in quantiles(values)]
         for metric, values in curves.items()
         if values is not None
     }
-    return {"steps": list(found.checkpoints), "quantiles": list(QUANTILES), **bands}
+    return {"steps": list(trained.checkpoints), "quantiles": list(QUANTILES), **bands}

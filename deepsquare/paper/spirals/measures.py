@@ -1,4 +1,4 @@
-"""How smooth the networks of Section 3.2 are, and what their activations cost."""
+"""The smoothness of the networks of Section 3.2, and the cost of their activations."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ def paths(networks: Networks, parameters: Tensor) -> Array:
 
 
 def roughness(path: Array) -> float:
-    """The sum of squared second differences of a path (1001, 2), over that of the spiral itself: 1 is as smooth.
+    """The sum of squared second differences of a path (1001, 2), relative to that of the true spiral.
 
-    A kink counts once however fine the times are and a smooth curve ever less, so the number is of these times.
+    With finer times the contribution of a smooth curve vanishes but not that of a kink: only valid for ``TIMES``.
     """
     bends, true = (np.square(np.diff(points, 2, axis=0)).sum() for points in (path, trajectory(TIMES)))
     return float(bends / true)
 
 
 def largest_turn(path: Array) -> float:
-    """The largest angle, in degrees, between a step of a path (N, 2) and the next but one.
+    """The largest angle, in degrees, between a step of a path (N, 2) and the step after the next.
 
-    Between neighbouring steps only a part of a kink would be seen, unless it lies on a point.
+    A kink between two points is spread over two neighboring angles, so adjacent steps would see only a part of it.
     """
     steps = np.diff(path, axis=0)
     headings = np.arctan2(steps[:, 1], steps[:, 0])
@@ -45,12 +45,12 @@ def largest_turn(path: Array) -> float:
 
 
 def units(networks: Networks, parameters: Tensor, inputs: Tensor) -> dict[str, Array]:
-    """How many hidden units of every network switch within its inputs (networks, 1, N), and how many are never on."""
+    """Per network, how many hidden units switch within the inputs (networks, 1, N), and how many are never active."""
     named = networks.named(parameters)
     slopes, offsets = named["first.weight"][..., 0], named["first.bias"]
     low, high = slopes * inputs.amin(2) + offsets, slopes * inputs.amax(2) + offsets
     counts = {"with_kink": low * high < 0, "dead": (low <= 0) & (high <= 0)}
-    return {name: found.sum(1).double().numpy() for name, found in counts.items()}
+    return {name: mask.sum(1).double().numpy() for name, mask in counts.items()}
 
 
 def on_grid(networks: Networks, parameters: Tensor, chosen: Sequence[int]) -> tuple[Array, Array]:
@@ -65,8 +65,8 @@ def on_grid(networks: Networks, parameters: Tensor, chosen: Sequence[int]) -> tu
 def boundary_turn(ticks: Array, outputs: Array) -> float:
     """The mean over the decision boundaries of their largest turn, in degrees, within three times ``SPACING``.
 
-    ``outputs`` (3, P, P) are those of one network. A boundary is where the two largest outputs tie; points
-    farther from the centre than the data, 1, are left out.
+    ``outputs`` (3, P, P) are those of one network. A boundary is where the two largest outputs are equal; points
+    outside the radius of the data, 1, are ignored.
     """
     figure = Figure()
     FigureCanvasAgg(figure)
@@ -91,22 +91,22 @@ def _turns(points: Array) -> list[float]:
 
 
 def activation_costs(elements: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Seconds of each activation forward, and forward and backward: the best of ``repeats``, on one thread.
+    """Seconds of each activation, forward and forward with backward: the minimum of ``repeats`` on one thread.
 
-    The activations take turns, so that a busy machine slows all of them alike.
+    The activations are interleaved, so that other load affects all of them equally.
     """
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     leaf, gradient = x.clone().requires_grad_(), torch.ones_like(x)
-    works: dict[str, Callable[[Activation], object]] = {
+    passes: dict[str, Callable[[Activation], object]] = {
         "forward": lambda activation: activation(x),
         "forward_backward": lambda activation: torch.autograd.grad(activation(leaf), leaf, gradient),
     }
-    best = {name: dict.fromkeys(works, np.inf) for name in ACTIVATIONS}
+    best = {name: dict.fromkeys(passes, np.inf) for name in ACTIVATIONS}
     with one_thread():
         for _ in range(repeats):
             for name, activation in ACTIVATIONS.items():
-                for work, function in works.items():
+                for kind, function in passes.items():
                     start = time.perf_counter()
                     function(activation)
-                    best[name][work] = min(best[name][work], time.perf_counter() - start)
+                    best[name][kind] = min(best[name][kind], time.perf_counter() - start)
     return best

@@ -1,8 +1,8 @@
-"""Many small networks trained at once: the two-layer networks of Section 3.2, one per seed and setting.
+"""Batched training of small networks: the two-layer networks of Section 3.2, one per seed and setting.
 
-All networks of one activation and one optimiser are a single computation: their parameters are the rows of one
-matrix (networks, P), and ``torch.func`` maps the gradient of one network's loss over the rows. They differ in seed
-(initialisation and data), learning rate, kind of initialisation and scaling of the input.
+All networks with the same activation and optimizer are one computation: their parameters are the rows of one
+matrix (networks, P), and ``vmap`` maps the gradient of the loss over the rows. They differ in seed (initial weights
+and data), learning rate, kind of initialization and scaling of the input.
 """
 
 import copy
@@ -40,13 +40,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: the data of a seed, and the loss between outputs and targets (K, N)."""
+    """A learning problem: the data of a seed, and the loss between outputs and targets (K, N)."""
 
     name: str
     inputs: int
     outputs: int
     steps: int
-    tuning_seeds: int  # more where the loss differs more from seed to seed
+    tuning_seeds: int  # more if the loss varies more between seeds
     draw: DrawData
     loss: Callable[[Tensor, Tensor], Tensor]
     classification: bool = False
@@ -59,24 +59,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Setting:
-    """How to train: the choices that the paper does not tell."""
+    """Hyperparameters, which the paper does not give."""
 
     optimizer: Optimizer
     lr: float
     initialization: Initialization
     inputs: Scaling = "raw"
-    decay: bool = False  # the rate falls to zero over the second half of training
+    decay: bool = False  # linear decay to zero over the second half of training
 
     def scaled(self, inputs: Tensor) -> Tensor:
-        """The inputs as the network sees them; a standardised time in [0, 1] has mean 0 and variance 1."""
+        """The network's inputs; standardizing gives a time in [0, 1] mean 0 and variance 1."""
         return (inputs - 0.5) * math.sqrt(12) if self.inputs == "standardised" else inputs
 
 
 class TwoLayers(nn.Module):
     """Two fully connected layers with ``HIDDEN`` units between them.
 
-    It takes points as columns (D, N) and returns columns (K, N): with so few inputs and outputs the products
-    are then about twice as fast as those of ``nn.Linear`` on rows.
+    Inputs (D, N) and outputs (K, N) are columns: with so few of them the matrix products are about twice as fast
+    as those of ``nn.Linear`` on rows.
     """
 
     def __init__(self, inputs: int, outputs: int, activation: str) -> None:
@@ -92,7 +92,7 @@ class TwoLayers(nn.Module):
 
     @torch.no_grad()
     def initialize(self, kind: Initialization, seed: int) -> None:
-        """Draw the parameters: ``pytorch`` as torch does, with biases; ``glorot`` as Keras does, without."""
+        """Initialize the parameters: ``pytorch`` as torch does; ``glorot`` as Keras does, with zero biases."""
         generator = torch.Generator().manual_seed(seed)
         for layer in (self.first, self.second):
             if kind == "pytorch":
@@ -105,7 +105,7 @@ class TwoLayers(nn.Module):
 
 
 class Networks:
-    """A stack of networks of one activation: one for each setting and seed, seeds innermost."""
+    """A stack of networks with one activation: one per setting and seed, seeds innermost."""
 
     def __init__(self, task: Task, activation: str, settings: Sequence[Setting], seeds: Sequence[int]) -> None:
         self.task, self.settings, self.seeds = task, tuple(settings), tuple(seeds)
@@ -125,7 +125,7 @@ class Networks:
         return torch.stack(rows)
 
     def named(self, parameters: Tensor) -> dict[str, Tensor]:
-        """Parameters (…, P) by the names and with the shapes of the module."""
+        """Parameters (…, P) by name, with their shapes."""
         shapes = {name: value.shape for name, value in self.network.named_parameters()}
         parts = torch.split(parameters, [shape.numel() for shape in shapes.values()], dim=-1)
         named = zip(shapes.items(), parts, strict=True)
@@ -138,9 +138,9 @@ class Networks:
         return scaled, targets.repeat(len(self.settings), 1, 1)
 
     def lrs(self, progress: float) -> Tensor:
-        """The learning rate of every network (networks, 1), when a share of the training is done."""
-        left = min(1.0, 2 * (1 - progress))
-        lrs = [setting.lr * (left if setting.decay else 1) for setting in self.settings]
+        """The learning rate of every network (networks, 1) after a fraction of the training."""
+        factor = min(1.0, 2 * (1 - progress))
+        lrs = [setting.lr * (factor if setting.decay else 1) for setting in self.settings]
         return torch.tensor(lrs, dtype=torch.float64).repeat_interleave(len(self.seeds))[:, None]
 
     def table(self, values: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Networks:
         return values.reshape(*values.shape[:-1], len(self.settings), len(self.seeds))
 
     def output(self, parameters: Tensor, inputs: Tensor) -> Tensor:
-        """What one network with parameters (P,) gives for inputs (D, N)."""
+        """The output of one network with parameters (P,) for inputs (D, N)."""
         outputs: Tensor = functional_call(self.network, self.named(parameters), (inputs,))
         return outputs
 
@@ -156,24 +156,24 @@ class Networks:
         return self.task.loss(self.output(parameters, inputs), targets)
 
     def _accuracy(self, parameters: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        right = self.output(parameters, inputs).argmax(0) == targets.argmax(0)
-        return right.to(targets.dtype).mean()
+        correct = self.output(parameters, inputs).argmax(0) == targets.argmax(0)
+        return correct.to(targets.dtype).mean()
 
 
-def adam(step: int, lrs: Tensor, gradient: Tensor, parameters: Tensor, memory: list[Tensor]) -> Tensor:
-    """One step of Adam with torch's defaults; ``memory`` keeps the moments."""
-    first, second = memory or [torch.zeros_like(gradient)] * 2
+def adam(step: int, lrs: Tensor, gradient: Tensor, parameters: Tensor, state: list[Tensor]) -> Tensor:
+    """One step of Adam with torch's defaults; ``state`` holds the moments."""
+    first, second = state or [torch.zeros_like(gradient)] * 2
     first = first.lerp(gradient, 0.1)
     second = (second * 0.999).addcmul(gradient, gradient, value=0.001)
-    memory[:] = first, second
+    state[:] = first, second
     root = second.sqrt() / math.sqrt(1 - 0.999**step) + 1e-8
     return parameters - lrs / (1 - 0.9**step) * first / root
 
 
-def sgd(step: int, lrs: Tensor, gradient: Tensor, parameters: Tensor, memory: list[Tensor]) -> Tensor:
-    """One step of gradient descent with momentum 0.9; ``memory`` keeps the velocity."""
-    memory[:] = [gradient if step == 1 else memory[0] * 0.9 + gradient]
-    return parameters - lrs * memory[0]
+def sgd(step: int, lrs: Tensor, gradient: Tensor, parameters: Tensor, state: list[Tensor]) -> Tensor:
+    """One step of gradient descent with momentum 0.9; ``state`` holds the velocity."""
+    state[:] = [gradient if step == 1 else state[0] * 0.9 + gradient]
+    return parameters - lrs * state[0]
 
 
 OPTIMIZERS: Mapping[Optimizer, Callable[[int, Tensor, Tensor, Tensor, list[Tensor]], Tensor]] = {
@@ -183,20 +183,20 @@ OPTIMIZERS: Mapping[Optimizer, Callable[[int, Tensor, Tensor, Tensor, list[Tenso
 
 
 def train(networks: Networks, steps: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
-    """The step and the parameters before training and after each step, on all training data at once.
+    """The step and the parameters before training and after each step.
 
-    NOTE not in paper: full batches, and a constant rate, so that a shorter training is the beginning of a longer.
+    NOTE not in paper: full batches and a constant learning rate, so a shorter training is a prefix of a longer one.
     """
     (optimizer,) = {setting.optimizer for setting in networks.settings}
-    update, memory = OPTIMIZERS[optimizer], list[Tensor]()
+    update, state = OPTIMIZERS[optimizer], list[Tensor]()
     inputs, targets = networks.batch("train", dtype)
     parameters = networks.initial(dtype)
     yield 0, parameters
-    record = make_fx(lambda *given: networks.gradients(*given))
-    recorded = record(parameters, inputs, targets)  # the same operations, without the cost of mapping at each step
+    trace = make_fx(lambda *arguments: networks.gradients(*arguments))
+    traced = trace(parameters, inputs, targets)  # the same operations, without the overhead of vmap at each step
     for step in range(1, steps + 1):
         lrs = networks.lrs((step - 1) / steps).to(dtype)
-        parameters = update(step, lrs, recorded(parameters, inputs, targets), parameters, memory)
+        parameters = update(step, lrs, traced(parameters, inputs, targets), parameters, state)
         yield step, parameters
 
 

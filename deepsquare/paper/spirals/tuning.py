@@ -1,8 +1,8 @@
-"""The same tuning for every activation, then the setting chosen, on fresh seeds and test data.
+"""The same hyperparameter search for every activation, then training with the best setting on fresh seeds.
 
-The paper tells no optimiser, rate, initialisation or number of steps. So each activation is trained with every
-setting of one grid on a few seeds, and the setting and length with the least median loss on *validation* data
-are its own. What is reported is the *test* loss of networks with other seeds.
+The paper gives no optimizer, learning rate, initialization or number of steps. So each activation is trained with
+every setting of one grid on a few seeds, and the setting and length with the lowest median loss on *validation* data
+is chosen. The reported loss is the *test* loss of networks with other seeds.
 """
 
 import time
@@ -26,27 +26,27 @@ from deepsquare.paper.spirals.networks import (
 
 KINDS: tuple[Initialization, ...] = ("pytorch", "glorot")
 LRS: Mapping[Optimizer, tuple[float, ...]] = {"adam": (0.003, 0.01, 0.03, 0.1), "sgd": (0.1, 0.3)}
-LENGTHS = (1 / 4, 1 / 2, 1)  # of the steps of the task
+LENGTHS = (1 / 4, 1 / 2, 1)  # relative to the steps of the task
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-CURVE = 40  # how many times along training a curve is taken
+CURVE = 40  # points of a training curve
 
 
 def grid(task: Task) -> tuple[Setting, ...]:
-    """All settings of a task. Only a time is standardised: the points of the three arms lie round 0 already."""
+    """All settings of a task. Only times are standardized: the points of the three arms are already centered."""
     scalings: tuple[Scaling, ...] = ("raw", "standardised") if task.inputs == 1 else ("raw",)
-    lrs = [(optimizer, lr) for optimizer, found in LRS.items() for lr in found]
+    lrs = [(optimizer, lr) for optimizer, values in LRS.items() for lr in values]
     choices = product(scalings, KINDS, lrs)
     return tuple(Setting(optimizer, lr, kind, scaling) for scaling, kind, (optimizer, lr) in choices)
 
 
 def lengths(steps: int) -> tuple[int, ...]:
-    """The numbers of steps that are compared."""
-    return tuple(max(1, round(steps * share)) for share in LENGTHS)
+    """The numbers of steps to compare."""
+    return tuple(max(1, round(steps * length)) for length in LENGTHS)
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One activation on the whole grid: the median losses over the seeds, infinite where most diverged."""
+    """One activation on the whole grid: the median losses over the seeds, infinite if most diverged."""
 
     settings: tuple[Setting, ...]
     steps: tuple[int, ...]
@@ -56,13 +56,13 @@ class Tuned:
 
     @property
     def best(self) -> tuple[Setting, int]:
-        """The setting and the number of steps with the least validation loss."""
+        """The setting and the number of steps with the lowest validation loss."""
         length, setting = np.unravel_index(np.argmin(self.validation), self.validation.shape)
         return self.settings[int(setting)], self.steps[int(length)]
 
 
 def tune(task: Task, activation: str, seeds: Sequence[int], steps: int) -> Tuned:
-    """Train with every setting of the grid, all networks of one optimiser at once."""
+    """Train with every setting of the grid, all networks of one optimizer in one batch."""
     settings = grid(task)
     medians = {split: np.empty((len(LENGTHS), len(settings))) for split in ("train", "validation", "test")}
     for optimizer in LRS:
@@ -79,14 +79,14 @@ def tune(task: Task, activation: str, seeds: Sequence[int], steps: int) -> Tuned
 
 
 def finite(losses: torch.Tensor) -> Array:
-    """Losses with infinity for those that are not numbers: a network that diverged is worse than any other."""
+    """Losses with NaN replaced by infinity: a diverged network is worse than any other."""
     values: Array = losses.double().numpy()
     return np.where(np.isnan(values), np.inf, values)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One activation with its setting: every network's test loss along training and at the chosen step."""
+    """One activation with its best setting: the test losses of its networks during training."""
 
     networks: Networks
     setting: Setting
@@ -110,21 +110,21 @@ class Trained:
 
     @property
     def median_network(self) -> int:
-        """Which network has the median test loss: the one to draw."""
+        """The index of the network with the median test loss, which the figures show."""
         return int(np.argsort(self.loss, kind="stable")[len(self.loss) // 2])
 
 
 def quantiles(values: Array) -> Array:
-    """The band of values (checkpoints, seeds) at every checkpoint (5, checkpoints), each a value that occurs."""
+    """Quantiles (5, checkpoints) of values (checkpoints, seeds); each is one of the values."""
     return np.quantile(values, QUANTILES, axis=1, method="lower")
 
 
 def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], steps: int) -> Trained:
-    """Train with the best setting on other seeds, to the end of the task to show the whole curve."""
+    """Train with the best setting on other seeds, for all steps of the task to get the whole curve."""
     start = time.perf_counter()
     setting, chosen = tuned.best
     networks = Networks(task, activation, [setting], seeds)
-    test, checkpoints, losses, accuracies, kept = networks.batch("test"), [], [], [], networks.initial()
+    test, checkpoints, losses, accuracies, best = networks.batch("test"), [], [], [], networks.initial()
     wanted = {round(step) for step in np.linspace(0, steps, CURVE + 1)} | set(lengths(steps))
     for step, parameters in train(networks, steps):
         if step in wanted:
@@ -133,15 +133,15 @@ def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], ste
             if task.classification:
                 accuracies.append(networks.accuracies(parameters, *test).double().numpy())
         if step == chosen:
-            kept = parameters
+            best = parameters
     return Trained(
         networks,
         setting,
         chosen,
-        kept,
+        best,
         tuple(checkpoints),
         np.stack(losses),
         np.stack(accuracies) if task.classification else None,
-        finite(networks.losses(kept, *networks.batch("train"))),
+        finite(networks.losses(best, *networks.batch("train"))),
         time.perf_counter() - start,
     )
