@@ -1,4 +1,4 @@
-"""From rows to a page: tables and figures of the paper beside what was found here, with a verdict on each claim."""
+"""One page from the rows: the tables and figures of the paper with our results and a verdict on each claim."""
 
 from deepsquare.paper.report.page import render
 

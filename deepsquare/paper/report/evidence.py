@@ -1,4 +1,4 @@
-"""The rows of the stores, sorted by schedule and held against the entries of a table."""
+"""The rows of the stores, grouped by schedule and compared with the entries of a table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from deepsquare.paper.statistics import Interval, interval, paired
-from deepsquare.paper.tables import Entry, PaperTable
+from deepsquare.paper.tables import PaperRow, PaperTable
 from deepsquare.paper.verdict import SEEDS, Verdict, judge
 from deepsquare.results import Row, Store
 
-OWN = ("spec", "dropout")  # what a recipe says on the network; the rest is common to the runs that are compared
+NETWORK_FIELDS = ("spec", "dropout")  # of a recipe; the other fields are equal in all runs that are compared
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Schedule:
     experiment: str
     name: str
     epochs: int
+    continued: bool = False  # it starts from a trained network
 
     @property
     def label(self) -> str:
         """Name and length."""
-        return f"{self.name} ({self.epochs} epoch{'s' if self.epochs != 1 else ''})"
+        name = f"{self.name}, continued" if self.continued else self.name
+        return f"{name} ({self.epochs} epoch{'s' if self.epochs != 1 else ''})"
 
     @property
     def is_proxy(self) -> bool:
@@ -45,44 +48,38 @@ class RunResult:
     model: str
     spec: str
     seed: int
-    recipe: str  # all of it but what is the network's own
+    recipe: str  # without NETWORK_FIELDS
     accuracy: float | None
-    top5: float | None
     curve: tuple[float, ...]
     diverged: bool
     date: str
 
     @classmethod
-    def of(cls, row: Row) -> RunResult | None:
-        """The run of a row; None for a row of another kind."""
-        if not {"model", "spec", "epochs"} <= row.recipe.keys() or not {"accuracy", "top1"} & row.metrics.keys():
+    def from_row(cls, row: Row) -> RunResult | None:
+        """Parse a row; None for a row of another kind."""
+        recipe, metrics = row.recipe, row.metrics
+        if not {"model", "spec", "epochs"} <= recipe.keys() or not {"accuracy", "top1"} & metrics.keys():
             return None
+        shared = {name: value for name, value in recipe.items() if name not in NETWORK_FIELDS}
         try:
-            return cls._of(row)
+            accuracy = _percent(metrics.get("accuracy", metrics.get("top1")))
+            curve = metrics.get("test_accuracy", metrics.get("test_top1", ()))
+            return cls(
+                schedule=Schedule(
+                    row.experiment, str(recipe.get("schedule", "runs")), int(recipe["epochs"]), "init_from" in recipe
+                ),
+                model=str(recipe["model"]),
+                spec=str(recipe["spec"]),
+                seed=row.seed,
+                recipe=json.dumps(shared, sort_keys=True),
+                accuracy=accuracy,
+                curve=tuple(math.nan if value is None else 100 * value for value in curve),
+                diverged=bool(metrics.get("diverged")) or accuracy is None,
+                date=row.date,
+            )
         except (TypeError, ValueError) as error:
             reason = f"the row {row.row} of {row.experiment}, seed {row.seed}, cannot be read ({error}); remove it"
             raise ValueError(reason) from error
-
-    @classmethod
-    def _of(cls, row: Row) -> RunResult:
-        recipe, metrics = row.recipe, row.metrics
-        epochs = int(recipe["epochs"])
-        schedule = Schedule(row.experiment, str(recipe.get("schedule", "runs")), epochs)
-        common = json.dumps({name: value for name, value in recipe.items() if name not in OWN}, sort_keys=True)
-        accuracy = _percent(metrics.get("accuracy", metrics.get("top1")))
-        curve = metrics.get("test_accuracy", metrics.get("test_top1", ()))
-        return cls(
-            schedule,
-            str(recipe["model"]),
-            str(recipe["spec"]),
-            row.seed,
-            common,
-            accuracy,
-            _percent(metrics.get("top5")),
-            tuple(math.nan if value is None else 100 * value for value in curve),
-            bool(metrics.get("diverged")) or accuracy is None,
-            row.date,
-        )
 
 
 def _percent(fraction: float | None) -> float | None:
@@ -90,66 +87,74 @@ def _percent(fraction: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class Result:
+class ScheduleResult:
     """An entry under one schedule. Diverged runs are counted, and left out of the means."""
 
     runs: tuple[RunResult, ...]
     accuracy: Interval | None
-    top5: Interval | None
     improvement: Interval | None
     verdict: Verdict | None  # None for a base model, and where the paper claims nothing
     agrees: bool  # the paper's improvement lies within our interval
-    judged: bool  # there are seeds enough for a verdict that counts
+    enough_seeds: bool  # for a verdict
 
     @property
     def diverged(self) -> int:
-        """How many runs diverged."""
+        """The number of runs that diverged."""
         return sum(run.diverged for run in self.runs)
 
+    @cached_property
+    def mean_curve(self) -> list[Interval]:
+        """Test accuracy by epoch: the mean of the runs that did not diverge."""
+        curves = [run.curve for run in self.runs if not run.diverged]
+        epochs = range(max(map(len, curves), default=0))
+        by_epoch = [[curve[k] for curve in curves if len(curve) > k and math.isfinite(curve[k])] for k in epochs]
+        return [mean for values in by_epoch if (mean := interval(values))]
+
 
 @dataclass(frozen=True)
-class Line:
+class RowFindings:
     """A row of a table: the paper's entry and our results, by schedule."""
 
-    entry: Entry
+    entry: PaperRow
     claim: float | None  # the paper's improvement in points; None for divergence and where nothing is compared
     is_base: bool
-    results: Mapping[Schedule, Result]
+    results: Mapping[Schedule, ScheduleResult]
 
     @property
-    def summary(self) -> tuple[Schedule, Result] | None:
-        """The longest schedule with enough seeds, else the longest one; proxies do not count."""
-        found = [(schedule, result) for schedule, result in self.results.items() if not schedule.is_proxy]
-        return next((pair for pair in reversed(found) if pair[1].judged), found[-1] if found else None)
+    def decisive(self) -> tuple[Schedule, ScheduleResult] | None:
+        """The longest schedule with enough seeds, else the longest; proxies do not count."""
+        results = [(schedule, result) for schedule, result in self.results.items() if not schedule.is_proxy]
+        return next((pair for pair in reversed(results) if pair[1].enough_seeds), results[-1] if results else None)
 
 
 @dataclass(frozen=True)
-class Findings:
-    """A table of the paper with our results; the schedules in order, the longest last."""
+class TableFindings:
+    """A table of the paper with our results; the longest schedule is the last."""
 
     table: PaperTable
     schedules: tuple[Schedule, ...]
     recipes: Mapping[Schedule, str]
-    lines: tuple[Line, ...]
+    rows: tuple[RowFindings, ...]
     notes: tuple[str, ...]
 
 
-def load_rows(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
-    """The rows of every store in the folders, each run once, and notes on what is wrong with the files."""
+def read_stores(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
+    """Read the rows of every store in the folders, each run once, with the warnings about the files."""
     rows: dict[str, Row] = {}
     notes: list[str] = []
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.jsonl")) if _is_store(path)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = Store(path).rows()
+            stored = Store(path).rows()
         notes += [str(warning.message).replace(str(path), path.name) for warning in caught]
-        for row in found:
-            rows.setdefault(row.key, row)
+        for row in stored:
+            if row.experiment not in ("fig2", "support"):  # figures.py reads the first; the second has its own page
+                rows.setdefault(row.key, row)
     return list(rows.values()), notes
 
 
 def _is_store(path: Path) -> bool:
-    """Whether the file begins as a store does: other lists of JSON objects may lie beside it."""
+    """Whether the first line has a store's fields: a folder may hold other JSON lines too."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -157,93 +162,97 @@ def _is_store(path: Path) -> bool:
     try:
         parsed = json.loads(first)
     except ValueError:
-        return bool(first)  # cut or broken: the store says so
+        return bool(first)  # truncated or damaged: Store reports it
     return isinstance(parsed, dict) and bool({"experiment", "recipe", "metrics"} & parsed.keys())
 
 
-def find(table: PaperTable, rows: Sequence[Row]) -> Findings:
-    """Hold the rows against the entries of a table."""
-    runs = [run for row in rows if (run := RunResult.of(row)) and _belongs(run, table)]
-    own_epochs = {entry.epochs for entry in table.entries} - {None}
-    chosen, notes = _latest_recipes(runs, own_epochs)
-    order = sorted({run.schedule for run in chosen}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
-    lines = tuple(_line(table, entry, chosen, order) for entry in table.entries)
-    recipes = {run.schedule: run.recipe for run in chosen}
-    return Findings(table, tuple(order), recipes, lines, tuple(notes))
+def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
+    """Compare the rows with the entries of a table."""
+    runs = [run for row in rows if (run := RunResult.from_row(row)) and _belongs(run, table)]
+    entry_epochs = {entry.epochs for entry in table.entries} - {None}
+    latest, notes = _latest_recipes(runs, entry_epochs)
+    schedules = sorted({run.schedule for run in latest}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
+    findings = tuple(_row_findings(table, entry, latest, schedules) for entry in table.entries)
+    recipes = {run.schedule: run.recipe for run in latest}
+    return TableFindings(table, tuple(schedules), recipes, findings, tuple(notes))
 
 
 def _belongs(run: RunResult, table: PaperTable) -> bool:
     on_cifar = run.schedule.experiment == "cifar10"
-    continued = run.schedule.name.endswith("continued")
+    continued = run.schedule.continued
     on_imagenet = not run.schedule.experiment.startswith("cifar") and not continued
     models = {entry.model for entry in table.entries}
     on_data = {"CIFAR-10": on_cifar, "ImageNet": on_imagenet, "continued": continued}
     return run.model in models and on_data[table.data]
 
 
-def _latest_recipes(runs: Sequence[RunResult], own_epochs: set[int | None]) -> tuple[list[RunResult], list[str]]:
+def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) -> tuple[list[RunResult], list[str]]:
     """Keep one recipe for each schedule name of a model: the one that ran last."""
     groups: dict[tuple[str, str, str, int], dict[str, list[RunResult]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        own = run.schedule.epochs if run.schedule.epochs in own_epochs else 0
-        groups[run.schedule.experiment, run.schedule.name, run.model, own][run.recipe].append(run)
+        schedule = run.schedule
+        epochs = schedule.epochs if schedule.epochs in entry_epochs else 0
+        groups[schedule.experiment, schedule.name, run.model, epochs][run.recipe].append(run)
     kept: list[RunResult] = []
     notes = []
     for (experiment, name, model, _), recipes in groups.items():
         latest = max(recipes.values(), key=lambda same: max(run.date for run in same))
         kept += latest
         if len(recipes) > 1:
-            left = sum(map(len, recipes.values())) - len(latest)
+            omitted = sum(map(len, recipes.values())) - len(latest)
             notes.append(
-                f"{experiment}, {model}: {len(recipes)} recipes are called “{name}”. The one that ran last is shown; "
-                f"{left} run{'s' if left != 1 else ''} of the others left out."
+                f"{experiment}, {model}: {len(recipes)} recipes are called “{name}”. The page shows the one that ran "
+                f"last and omits {omitted} run{'s' if omitted != 1 else ''} of the others."
             )
     return kept, notes
 
 
-def _line(table: PaperTable, entry: Entry, runs: Sequence[RunResult], order: Sequence[Schedule]) -> Line:
+def _row_findings(
+    table: PaperTable, entry: PaperRow, runs: Sequence[RunResult], schedules: Sequence[Schedule]
+) -> RowFindings:
     base = next((other for other in table.entries if other.model == entry.model and other.spec == ""), None)
     is_base = entry is base
+    reference = None if is_base else base
     claim = None
-    if base and not is_base and entry.top1 is not None and base.top1 is not None:
-        claim = round(entry.top1 - base.top1, 2)
-    own_epochs = {other.epochs for other in table.entries} - {None}
+    if reference and entry.top1 is not None and reference.top1 is not None:
+        claim = round(entry.top1 - reference.top1, 2)
+    entry_epochs = {other.epochs for other in table.entries} - {None}
     results = {}
-    for schedule in order:
-        fits = schedule.epochs == entry.epochs if entry.epochs else schedule.epochs not in own_epochs
-        mine = _of(runs, schedule, entry)
-        if mine and fits:
-            against = _of(runs, schedule, base) if base and not is_base else ()
-            compared = base is not None and not is_base
-            results[schedule] = _result(claim, mine, against, compared, claimed=table.number > 0)
-    return Line(entry, claim, is_base, results)
+    for schedule in schedules:
+        applies = schedule.epochs == entry.epochs if entry.epochs else schedule.epochs not in entry_epochs
+        entry_runs = _runs_by_seed(runs, schedule, entry)
+        if entry_runs and applies:
+            base_runs = _runs_by_seed(runs, schedule, reference) if reference else None
+            results[schedule] = _schedule_result(claim, entry_runs, base_runs, judged=table.number > 0)
+    return RowFindings(entry, claim, is_base, results)
 
 
-def _of(runs: Sequence[RunResult], schedule: Schedule, entry: Entry) -> tuple[RunResult, ...]:
-    found: dict[int, RunResult] = {}  # one for a seed, whatever its label
+def _runs_by_seed(runs: Sequence[RunResult], schedule: Schedule, entry: PaperRow) -> tuple[RunResult, ...]:
+    """The runs of an entry in the order of the seeds, one for each seed whatever its label."""
+    by_seed: dict[int, RunResult] = {}
     for run in runs:
         if (run.schedule, run.model, run.spec) == (schedule, entry.model, entry.spec):
-            found.setdefault(run.seed, run)
-    return tuple(found[seed] for seed in sorted(found))
+            by_seed.setdefault(run.seed, run)
+    return tuple(by_seed[seed] for seed in sorted(by_seed))
 
 
-def _result(
-    claim: float | None, mine: tuple[RunResult, ...], base: tuple[RunResult, ...], compared: bool, claimed: bool
-) -> Result:
-    ours, theirs = (
-        {run.seed: run.accuracy for run in runs if run.accuracy is not None and not run.diverged}
-        for runs in (mine, base)
+def _schedule_result(
+    claim: float | None, runs: tuple[RunResult, ...], base: tuple[RunResult, ...] | None, judged: bool
+) -> ScheduleResult:
+    """Summarize the runs of an entry; ``base`` is None for a base model, which is compared with nothing."""
+    accuracies, base_accuracies = (
+        {run.seed: run.accuracy for run in group if run.accuracy is not None and not run.diverged}
+        for group in (runs, base or ())
     )
-    improvement = paired(ours, theirs) if compared else None
-    diverged = sum(run.diverged for run in mine)
-    paired_enough = improvement is not None and improvement.n >= SEEDS
-    about_divergence = claim is None or 2 * diverged > len(mine)
-    return Result(
-        mine,
-        interval(list(ours.values())),
-        interval([run.top5 for run in mine if run.top5 is not None and not run.diverged]),
-        improvement,
-        judge(claim, improvement, len(mine), diverged) if compared and claimed else None,
-        claim is not None and improvement is not None and paired_enough and improvement.holds(claim),
-        paired_enough or (about_divergence and len(mine) >= SEEDS),
+    improvement = None if base is None else paired(accuracies, base_accuracies)
+    diverged = sum(run.diverged for run in runs)
+    enough_pairs = improvement is not None and improvement.n >= SEEDS
+    about_divergence = claim is None or 2 * diverged > len(runs)
+    return ScheduleResult(
+        runs=runs,
+        accuracy=interval(list(accuracies.values())),
+        improvement=improvement,
+        verdict=None if base is None or not judged else judge(claim, improvement, len(runs), diverged),
+        agrees=claim is not None and improvement is not None and enough_pairs and improvement.holds(claim),
+        enough_seeds=enough_pairs or (about_divergence and len(runs) >= SEEDS),
     )

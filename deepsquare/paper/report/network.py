@@ -1,4 +1,4 @@
-"""What the networks cost, counted by our code: Table 1 layer by layer, and every model of the other tables."""
+"""Table 1, layer by layer: output sizes, parameters and multiply-accumulates of the vanilla CNN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from deepsquare.cost import cost
 from deepsquare.models import vanilla_cnn
 
-PAPER = (  # Table 1: the type of each layer and its output
+PAPER_LAYERS = (  # Table 1: the type of each layer and its output
     ("Conv3×3s2", "16×16×32"),
     ("Conv3×3s2", "8×8×64"),
     ("Conv3×3s2", "4×4×128"),
@@ -23,7 +23,6 @@ PAPER = (  # Table 1: the type of each layer and its output
 class Layer:
     """A row of Table 1: the paper's output size and ours, and what the layer costs."""
 
-    name: str
     kind: str
     paper: str
     output: str
@@ -37,11 +36,11 @@ def table_1() -> tuple[Layer, ...]:
     layers = []
     with torch.device("meta"):
         x = torch.empty(1, 3, 32, 32)
-        for (kind, paper), (name, layer) in zip(PAPER, vanilla_cnn().named_children(), strict=True):
+        for (kind, paper), layer in zip(PAPER_LAYERS, vanilla_cnn().children(), strict=True):
             x = x.flatten(1) if kind == "FC" else x
-            found = cost(layer, x.shape[1:])
+            layer_cost = cost(layer, x.shape[1:])
             x = layer(x)
             channels, *sides = x.shape[1:]
             output = "×".join(map(str, (*sides, channels)))
-            layers.append(Layer(name, kind, paper, output, found.parameters, found.macs))
+            layers.append(Layer(kind, paper, output, layer_cost.parameters, layer_cost.macs))
     return tuple(layers)

@@ -1,4 +1,4 @@
-"""The page: everything found in the stores and figures, in one HTML file that asks nothing of the network."""
+"""The page: all results and figures in one HTML file that needs no network, and the numbers as Markdown."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.cost import cost_of, short
+from deepsquare.cost import cost_of, format_count
 from deepsquare.paper import verdict
-from deepsquare.paper.report import baselines, curves, deployment, figures, network, ops, spirals
-from deepsquare.paper.report.evidence import Findings, Line, RunResult, Schedule, find, load_rows
+from deepsquare.paper.report import charts, deployment, spirals
+from deepsquare.paper.report.baselines import backbones
+from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, read_stores, table_findings
+from deepsquare.paper.report.figures import FIGURES, Figure, fig2_counts, fig2_row, figure_data_uri
+from deepsquare.paper.report.network import table_1
+from deepsquare.paper.report.ops import op_times
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
 from deepsquare.results import Row
@@ -23,25 +28,34 @@ from deepsquare.results import Row
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a table in the summary; a network that stands in two tables is one."""
+    """A claim of a table in the summary; a network that stands in two tables counts once."""
 
     table: int
-    line: Line
-    schedule: Schedule | None
+    row: RowFindings
+    schedule: str  # the label of the one that is judged
     verdict: Verdict | None  # None: no run yet
-    enough: bool  # there are seeds enough
+    enough_seeds: bool
 
 
 def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Path:
     """Write ``index.html`` and ``summary.md`` into ``output``; returns the path of the page.
 
     Args:
-        results: folders with stores; a run that several of them have is taken from the first.
-        figures: folders with images; the first that has one gives it.
-        output: folder of the page, made if missing.
+        results: folders with stores; a run that is in several of them is taken from the first.
+        figures: folders with images; an image that is in several of them is taken from the first.
+        output: folder of the page, created if missing.
     """
     ensure_writable(Path(output))
-    content = gather(results, figures)
+    context = template_context(results, figures)
+    for name in ("summary.md", "index.html"):
+        text = _templates().get_template(f"{name}.j2").render(context)
+        with atomic_write(Path(output) / name) as path:
+            path.write_text(text, encoding="utf-8")
+    return Path(output) / "index.html"
+
+
+@cache
+def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("deepsquare.paper.report"),
         autoescape=select_autoescape(enabled_extensions=("html.j2",), default=False),
@@ -49,145 +63,139 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {
-        "signed": curves.number,
-        "short": short,
-        "share": share,
-        "recipe": recipe,
-    }
-    for name in ("summary.md", "index.html"):
-        text = templates.get_template(f"{name}.j2").render(content)
-        with atomic_write(Path(output) / name) as path:
-            path.write_text(text, encoding="utf-8")
-    return Path(output) / "index.html"
+    templates.filters |= {"signed": charts.signed, "short": format_count, "percent": percent, "recipe": describe_recipe}
+    return templates
 
 
-def gather(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
+def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
     """Everything the templates show."""
-    rows, notes = load_rows(results)
-    tables = [find(table, rows) for table in TABLES]
+    rows, notes = read_stores(results)
+    tables = [table_findings(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
-    claims = summary(cifar)
-    measured = baselines.backbones(rows)
-    found_peers = find(BASELINES_TABLE, rows)
-    functions = ops.measured(rows)
+    claims = summarize(cifar)
+    by_backbone = backbones(rows)
+    baselines = table_findings(BASELINES_TABLE, rows)
+    functions = op_times(rows)
+    latencies = deployment.latencies(rows)
+    judged = [claim.schedule for claim in claims if claim.enough_seeds]
     return {
         "rule": verdict,
         "claims": claims,
         "verdicts": [(kind, [claim for claim in claims if claim.verdict is kind]) for kind in (*Verdict, None)],
-        "judged_on": Counter(claim.schedule.label for claim in claims if claim.schedule and claim.enough).most_common(),
-        "too_few": sum(claim.verdict is not None and not claim.enough for claim in claims),
-        "figures": [_figure(figure, rows, results, images) for figure in figures.FIGURES],
-        "settings_image": figures.image("spirals_settings.png", images),
+        "judged_on": Counter(judged).most_common(),
+        "too_few": sum(claim.verdict is not None and not claim.enough_seeds for claim in claims),
+        "figures": [_figure(figure, rows, results, images) for figure in FIGURES],
+        "settings_image": figure_data_uri("spirals_settings.png", images),
         "spirals": spirals,
-        "activation_costs": spirals.costs(rows),
+        "activation_costs": spirals.activation_costs(rows),
         "ablations": spirals.ablations(rows),
-        "table_1": network.table_1(),
-        "cifar": [(f, curves.forest(f), curves.learning_curves(f)) for f in cifar],
-        "imagenet": [(f, [_cost(line) for line in f.lines]) for f in tables if f not in cifar],
-        "continued": find(CONTINUED, rows),
-        "backbones": measured,
-        "accuracy_against_time": baselines.accuracy_against_time(measured.get("resnet50")),
-        "peers": (found_peers, [_cost(line) for line in found_peers.lines]),
+        "table_1": table_1(),
+        "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
+        "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
+        "continued": table_findings(CONTINUED, rows),
+        "backbones": by_backbone,
+        "accuracy_against_time": charts.accuracy_against_time(by_backbone.get("resnet50")),
+        "baselines": (baselines, _costs(baselines)),
         "ops": functions,
-        "rooflines": ops.rooflines(functions),
-        "deploy": deployment,
-        "deployed": [(name, ways, deployment.latencies(ways)) for name, ways in deployment.timed(rows).items()],
-        "quantised": deployment.quantised(rows),
+        "rooflines": charts.rooflines(functions),
+        "deployment": deployment,
+        "deployed_backbones": [(name, group, charts.latency_charts(name, group)) for name, group in latencies.items()],
+        "int8": deployment.int8_accuracies(rows),
         "parities": deployment.parities(rows),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
-        "candidates": candidates(rows),
-        "conditions": conditions([*figures.fig2_row(results), *rows]),
+        "candidates": recipe_candidates(rows),
+        "conditions": conditions([*fig2_row(results), *rows]),
     }
 
 
-def summary(tables: Sequence[Findings]) -> list[Claim]:
-    """The claims of the tables, each network once, with the verdict that counts."""
+def summarize(tables: Sequence[TableFindings]) -> list[Claim]:
+    """The claims of the tables, each network once, with the decisive verdict."""
     claims: dict[tuple[str, str], Claim] = {}
     for findings in tables:
-        for line in findings.lines:
-            if not line.is_base:
-                schedule, result = line.summary or (None, None)
-                kind, enough = (result.verdict, result.judged) if result else (None, False)
-                claim = Claim(findings.table.number, line, schedule, kind, enough)
-                claims.setdefault((line.entry.model, line.entry.spec), claim)
+        for row in findings.rows:
+            if not row.is_base:
+                schedule, result = row.decisive or (None, None)
+                judged = (
+                    (schedule.label, result.verdict, result.enough_seeds) if schedule and result else ("", None, False)
+                )
+                claims.setdefault((row.entry.model, row.entry.spec), Claim(findings.table.number, row, *judged))
     return list(claims.values())
 
 
-def _figure(
-    figure: figures.Figure, rows: Sequence[Row], results: Sequence[Path], images: Sequence[Path]
-) -> dict[str, Any]:
-    counts = figures.fig2_counts(results) if figure.number == 2 else []
-    finals = spirals.finals(rows, figure.task, figure.smoothness) if figure.task else None
-    image = figures.image(figure.file, images)
-    return {"figure": figure, "image": image, "counts": counts, "finals": finals}
+def _figure(figure: Figure, rows: Sequence[Row], results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
+    return {
+        "figure": figure,
+        "image": figure_data_uri(f"fig{figure.number}.png", images),
+        "counts": fig2_counts(results) if figure.number == 2 else [],
+        "finals": spirals.finals(rows, figure.task, figure.smoothness) if figure.task else None,
+    }
 
 
-def _cost(line: Line) -> dict[str, Any]:
-    """Parameters and multiply-accumulates of a line, with what it adds to its base."""
-    cost, base = (cost_of(line.entry.model, spec) for spec in (line.entry.spec, ""))
-    return {"cost": cost, "added": cost.added_to(base), "more": cost.parameters / base.parameters - 1}
+def _costs(findings: TableFindings) -> list[dict[str, Any]]:
+    """Parameters and multiply-accumulates of each row, with what it adds to its base."""
+    costs = []
+    for row in findings.rows:
+        cost, base = (cost_of(row.entry.model, spec) for spec in (row.entry.spec, ""))
+        more = cost.parameters / base.parameters - 1
+        costs.append({"cost": cost, "added": cost.added_to(base), "more": more})
+    return costs
 
 
-def candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """How the recipe of CIFAR-10 was chosen: the candidates, the best first, and which one is used."""
-    varying = ("schedule", "epochs", "spec")
-    used = [{k: v for k, v in row.recipe.items() if k not in varying} for row in rows if row.experiment == "cifar10"]
-    found = [
+def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The candidates for the recipe of CIFAR-10, the best first, and which one is used."""
+
+    def common(row: Row) -> dict[str, Any]:
+        return {k: v for k, v in row.recipe.items() if k not in ("schedule", "epochs", "spec")}
+
+    used = [common(row) for row in rows if row.experiment == "cifar10"]
+    candidates = [
         {
             "name": row.row,
             "accuracy": 100 * row.metrics["accuracy"],
             "epochs": row.recipe["epochs"],
-            "used": {k: v for k, v in row.recipe.items() if k not in varying} in used,
+            "used": common(row) in used,
         }
         for row in rows
-        if row.experiment == "cifar10-recipe" and RunResult.of(row) and not row.metrics.get("diverged")
+        if row.experiment == "cifar10-recipe" and RunResult.from_row(row) and not row.metrics.get("diverged")
     ]
-    return sorted(found, key=lambda candidate: -candidate["accuracy"])
+    return sorted(candidates, key=lambda candidate: -candidate["accuracy"])
 
 
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What each experiment of the page ran on, and how much of it."""
-    found = []
-    rows = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.of(row)]
-    for experiment in sorted({row.experiment for row in rows}):
-        mine = [row for row in rows if row.experiment == experiment]
-        dates = sorted(row.date[:10] for row in mine if row.date)
-        found.append(
-            {
-                "experiment": experiment,
-                "runs": len(mine),
-                "seeds": _seeds(mine),
-                "hours": sum(row.seconds for row in mine) / 3600,
-                "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "–",
-                "hardware": sorted({row.hardware for row in mine} - {""}),
-                "versions": sorted({_versions(row) for row in mine} - {""}),
-                "commits": sorted({row.commit[:10] for row in mine if row.commit}),
-            }
-        )
-    return found
+    """The runs, hardware, versions and commits of each experiment of the page."""
+    rows = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
+    by_experiment: dict[str, list[Row]] = {}
+    for row in rows:
+        by_experiment.setdefault(row.experiment, []).append(row)
+    return [_conditions(*item) for item in sorted(by_experiment.items())]
 
 
-def _seeds(rows: Sequence[Row]) -> str:
-    """The seeds, or how many a network has where a row holds all of them."""
-    many = max((row.recipe.get("seeds", 0) for row in rows), default=0)
-    return f"{many} a network" if many else ", ".join(map(str, sorted({row.seed for row in rows})))
+def _conditions(experiment: str, rows: Sequence[Row]) -> dict[str, Any]:
+    dates = sorted(row.date[:10] for row in rows if row.date)
+    networks = max(row.recipe.get("seeds", 0) for row in rows)  # where one row holds all seeds of a network
+    versions = {", ".join(f"{name} {version}" for name, version in row.versions.items() if version) for row in rows}
+    return {
+        "experiment": experiment,
+        "runs": len(rows),
+        "seeds": f"{networks} a network" if networks else ", ".join(map(str, sorted({row.seed for row in rows}))),
+        "hours": sum(row.seconds for row in rows) / 3600,
+        "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "–",
+        "hardware": sorted({row.hardware for row in rows} - {""}),
+        "versions": sorted(versions - {""}),
+        "commits": sorted({row.commit[:10] for row in rows if row.commit}),
+    }
 
 
-def _versions(row: Row) -> str:
-    return ", ".join(f"{name} {version}" for name, version in row.versions.items() if version)
-
-
-def share(fraction: float) -> str:
-    """In per cent; what is too small to show says so."""
+def percent(fraction: float) -> str:
+    """A fraction in per cent, with a lower bound for the smallest."""
     return f"{fraction:.3%}" if fraction >= 5e-6 else "less than 0.001%"
 
 
-def recipe(text: str) -> str:
-    """A stored recipe in a line for a reader; model and name stand elsewhere."""
+def describe_recipe(text: str) -> str:
+    """A stored recipe as one line of text, without its model and name."""
     values = {name: value for name, value in json.loads(text).items() if name not in ("model", "schedule")}
-    said = {True: "yes", False: "no"}
+    answers = {True: "yes", False: "no"}
     return ", ".join(
-        f"{name.replace('_', ' ')} {said[value] if isinstance(value, bool) else value}"
+        f"{name.replace('_', ' ')} {answers[value] if isinstance(value, bool) else value}"
         for name, value in values.items()
     )

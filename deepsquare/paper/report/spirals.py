@@ -1,4 +1,4 @@
-"""What the rows of the spirals say on Figures 3 to 6: the networks of each activation, and ReLU-Square beside ReLU."""
+"""Figures 3 to 6 from the rows of the spirals: the networks of each activation, and ReLU-Square minus ReLU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LABELS = {
     "relu": "ReLU",
     "relu_square": "ReLU-Square",
 }
-PERFORMANCE = ("test_loss", "train_loss", "test_accuracy")  # Figures 4 and 6; the rest is smoothness: 3 and 5
+PERFORMANCE = ("test_loss", "train_loss", "test_accuracy")  # Figures 4 and 6; the other metrics are those of 3 and 5
 
 
 @dataclass(frozen=True)
 class Difference:
-    """ReLU-Square minus ReLU, paired by seed: the interval, the share of the seeds that gain, and the verdict."""
+    """ReLU-Square minus ReLU, paired by seed."""
 
     interval: Interval
-    share: float | None
+    share_better: float | None  # of the seeds
     verdict: Verdict | None  # None where the paper claims nothing
 
 
@@ -40,41 +40,42 @@ class Finals:
     names: tuple[str, ...]
     networks: Mapping[str, Mapping[str, Interval]]
     differences: Mapping[str, Difference]
-    settings: tuple[Mapping[str, int], ...]  # after how many steps ReLU-Square is better in how many settings
+    settings: tuple[Mapping[str, int], ...]  # settings in which ReLU-Square is better, by steps
 
     @property
     def seeds(self) -> int:
-        """How many networks of each activation there are."""
+        """The number of networks of each activation."""
         return max(mean.n for means in self.networks.values() for mean in means.values())
 
 
 def finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
-    """What the rows of a task, labelled ``task/activation``, say on a figure; None where there are none."""
+    """The rows of a task, labelled ``task/activation``, as a figure shows them; None where there are none."""
     try:
         return _finals(rows, task, smoothness)
     except (KeyError, TypeError, AttributeError) as error:
-        reason = f"a row {task}/… of the spirals lacks something ({error!r}); make them again: reproduce fig3"
+        reason = f"a row {task}/… of the spirals lacks a value ({error!r}); create the rows again: reproduce fig3"
         raise ValueError(reason) from error
 
 
 def _finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
-    found: dict[str, Row] = {}
+    rows = [row for row in rows if row.experiment == "spirals"]
+    by_activation: dict[str, Row] = {}
     for row in rows:
-        if row.experiment == "spirals" and "means" in row.metrics and row.row.startswith(f"{task}/"):
-            found.setdefault(row.row.removeprefix(f"{task}/"), row)
-    names = dict.fromkeys(name for row in found.values() for name in row.metrics["means"])
-    chosen = tuple(name for name in names if smoothness is (name not in PERFORMANCE))
-    if not chosen:
+        if "means" in row.metrics and row.row.startswith(f"{task}/"):
+            by_activation.setdefault(row.row.removeprefix(f"{task}/"), row)
+    metrics = dict.fromkeys(name for row in by_activation.values() for name in row.metrics["means"])
+    names = tuple(name for name in metrics if smoothness is (name not in PERFORMANCE))
+    if not names:
         return None
     networks = {
-        activation: {name: _interval(row, name, row.metrics["means"][name]) for name in chosen}
-        for activation, row in found.items()
+        activation: {name: _interval(row, name, row.metrics["means"][name]) for name in names}
+        for activation, row in by_activation.items()
     }
-    square = found.get("relu_square") if "relu" in found else None
+    square = by_activation.get("relu_square") if "relu" in by_activation else None
     against = square.metrics.get("against_relu", {}) if square else {}
-    differences = {name: _difference(square, name, against[name]) for name in chosen if square and name in against}
+    differences = {name: _difference(square, name, against[name]) for name in names if square and name in against}
     better = next((r.metrics.get("relu_square_better", ()) for r in rows if r.row == f"settings/{task}"), ())
-    return Finals(chosen, networks, differences, () if smoothness else tuple(better))
+    return Finals(names, networks, differences, () if smoothness else tuple(better))
 
 
 def _interval(row: Row, name: str, stored: Mapping[str, float]) -> Interval:
@@ -84,20 +85,20 @@ def _interval(row: Row, name: str, stored: Mapping[str, float]) -> Interval:
 
 def _difference(row: Row, name: str, stored: Mapping[str, float]) -> Difference:
     interval = _interval(row, name, stored)
-    claim = judge_sign(BETTER[name], interval) if name in BETTER else None
-    return Difference(interval, stored.get("share_better"), claim)
+    verdict = judge_sign(BETTER[name], interval) if name in BETTER else None
+    return Difference(interval, stored.get("share_better"), verdict)
 
 
-def costs(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Any]]:
-    """How long each activation takes, ReLU being 1."""
+def activation_costs(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Any]]:
+    """The time of each activation relative to ReLU."""
     stored = (row.metrics.get("relative_to_relu", {}) for row in rows if row.experiment == "spirals")
-    return next((found for found in stored if found), {})
+    return next(filter(None, stored), {})
 
 
 def ablations(rows: Sequence[Row]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """The cases of each row ``ablation/NAME``, by name."""
-    found: dict[str, Sequence[Mapping[str, Any]]] = {}
+    cases: dict[str, Sequence[Mapping[str, Any]]] = {}
     for row in rows:
         if row.experiment == "spirals" and row.row.startswith("ablation/"):
-            found.setdefault(row.row.removeprefix("ablation/"), row.metrics.get("cases", ()))
-    return found
+            cases.setdefault(row.row.removeprefix("ablation/"), row.metrics.get("cases", ()))
+    return cases
