@@ -1,6 +1,5 @@
 """README tells the truth: its code runs, and its numbers are what the library counts."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,29 +7,58 @@ import pytest
 
 import deepsquare as ds
 from deepsquare.cost import Cost
+from deepsquare.results import Store
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README, RESULTS = ((ROOT / name).read_text() for name in ("README.md", "docs/results.md"))
+TEXT = " ".join(README.split())
 
 
-def test_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    assert "branch_end" in capsys.readouterr().out
+    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(first, "README.md", "exec"), {})
+    assert f"# {capsys.readouterr().out}" == first.splitlines()[-1] + "\n"
+    exec(compile(second, "README.md", "exec"), {})
+    assert "last_spatial_conv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "value"),
+    [
+        ("Square-Pooling | 2", -2, "+0.82 [+0.19, +1.45]"),
+        ("DeepSquare5s- | 5_", -2, "−0.13 [−0.43, +0.17]"),
+        ("Square-Pooling & Square-Excitation", 4, "1.028 [1.01, 1.05]"),
+        ("Squeeze-and-Excitation", 4, "1.085 [1.07, 1.13]"),
+    ],
+)
+def test_evidence_is_what_the_rows_say(row: str, column: int, value: str) -> None:
+    line = next(line for line in RESULTS.splitlines() if line.startswith(f"| {row} |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[column].removesuffix(" ≈") == value
+    assert value in TEXT
+
+
+def test_links_are_absolute_and_lead_to_files() -> None:
+    links = re.findall(r"\]\((.*?)\)", README)
+    assert all(link.startswith("https://") for link in links)
+    files = [link.split("/main/")[1] for link in links if "/deepsquare/" in link]
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_counts_of_figure_2() -> None:
-    rows = json.loads((Path(__file__).parent.parent / "results" / "fig2.json").read_text())["rows"]
+    rows = Store(ROOT / "results" / "fig2.jsonl").rows()
 
     def networks(case: str, pieces: int = 0) -> str:
-        counts = [row["components"] for row in rows if row["case"] == case]
+        counts = [row.metrics["components"] for row in rows if row.recipe["case"] == case]
         return f"{sum(n for c in counts for pair, n in c.items() if int(pair.split()[-1]) >= pieces):,}"
 
-    assert f"in all {networks('EleSquare, (17) and (18), full rank', 2)} random networks" in README
+    assert f"in all {networks('EleSquare, (17) and (18), full rank', 2)} random networks" in TEXT
     assert networks("EleSquare, (17) and (18), full rank") == networks("EleSquare, (17) and (18), full rank", 2)
-    assert f"in none of {networks('ReLU, full rank')} ReLU networks" in README
+    assert f"in none of {networks('ReLU, full rank')} ReLU networks" in TEXT
     assert networks("ReLU, full rank", 2) == "0"
-    assert f"{networks('ReLU, rank 1', 2)} of {networks('ReLU, rank 1')}" in README
+    assert f"{networks('ReLU, rank 1', 2)} of {networks('ReLU, rank 1')}" in TEXT
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +66,11 @@ def base() -> Cost:
     return ds.cost(ds.create_model("resnet50"))
 
 
-@pytest.mark.parametrize("word", ["pooling", "softmin", "excitation", "encoding"])
-def test_module_table(word: str, base: Cost) -> None:
-    row = re.search(rf"^\| `{word}` .*$", README, re.MULTILINE)
+@pytest.mark.parametrize("term", ["pooling", "softmin", "excitation", "encoding"])
+def test_module_table(term: str, base: Cost) -> None:
+    row = re.search(rf"^\| `{term}` .*$", README, re.MULTILINE)
     assert row is not None
-    added = ds.cost(ds.create_model("resnet50", word)).added_to(base)
+    added = ds.cost(ds.create_model("resnet50", term)).added_to(base)
     parameters, share = re.search(r"\+(\d+) parameters?, \+([\d.]+)%", row.group()).groups()  # type: ignore[union-attr]
     assert int(parameters) == added["parameters"]
     assert share == f"{100 * added['elementwise_muls'] / base.macs:.3f}"

@@ -1,58 +1,93 @@
-"""``deepsquare bench``: measurements side by side."""
+"""Measure candidates side by side, interleaved in rounds within one run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import tyro
 
+Rounds = Annotated[int, tyro.conf.arg(help="Rounds; each measures every candidate.")]
+Results = Annotated[Path, tyro.conf.arg(help="Folder for bench.jsonl, to which the rows are appended.")]
+RESULTS = Path("out/results")
 
-def bench(
-    subject: tyro.conf.Positional[Literal["train", "models", "ops", "data", "deploy"]],
-    *,
-    rounds: int | None = None,
-    steps: int | None = None,
-    backbones: tuple[str, ...] = (),
-    specs: tuple[str, ...] = (),
-    functions: tuple[str, ...] = (),
-    data: Path | None = None,
-    results: Path = Path("out/results"),
+
+def _require_paper() -> None:
+    from deepsquare.paper import require_paper
+
+    require_paper()
+
+
+def commands() -> dict[str, Callable[..., None]]:
+    """The subjects of ``deepsquare bench`` by name."""
+    return {"train": train, "models": models, "ops": ops, "data": data, "deployment": deployment}
+
+
+def train(
+    *, rounds: Rounds = 5, steps: int | None = None, data: Path | None = None, results: Results = RESULTS
 ) -> None:
-    """Measure side by side, in turns within one run.
+    """The training loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader.
 
     Args:
-        subject: train is our loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader; models is
-            every technique and peer against its plain network; ops is every function against the limit of the memory,
-            the formula, the compiler and timm's attentions; data is every way to read images against torchvision's;
-            deploy is every technique in onnxruntime and ExecuTorch, float32 and int8, against its plain network.
-        rounds: Turns of each contestant: 5 for train, 9 for models and data, 15 for ops and 300 for deploy if not
-            given.
-        steps: Of train, the training steps of a turn; one epoch when not given.
-        backbones: Of models, the networks, the paper's four when not given; of deploy, shufflenet_v2_x1_0 and resnet18.
-        specs: Of models and deploy, what is put into them; all techniques and peers when not given, of deploy all
-            techniques and se.
-        functions: Of ops, the functions; all when not given.
-        data: Of train, the folder with CIFAR-10; fetched and cached when not given. Of data, the folder that holds
-            train, with a folder of images for each class.
-        results: Folder for the rows.
+        steps: Training steps per round; one epoch if not given.
+        data: Folder with CIFAR-10; downloaded and cached if not given.
     """
-    from deepsquare.paper.bench import data as images
-    from deepsquare.paper.bench import models, ops, train
+    _require_paper()
+    from deepsquare.paper.bench import train
 
-    if subject == "train":
-        train.run(rounds=5 if rounds is None else rounds, steps=steps, folder=data, results=results)
-    elif subject == "models":
-        turns = 9 if rounds is None else rounds
-        models.run(backbones or models.BACKBONES, specs or models.SPECS, rounds=turns, results=results)
-    elif subject == "deploy":
-        from deepsquare.paper.bench import deployment as deploy
+    train.run(rounds=rounds, steps=steps, folder=data, results=results)
 
-        turns = 300 if rounds is None else rounds
-        deploy.run(backbones or deploy.BACKBONES, specs or deploy.SPECS, rounds=turns, results=results)
-    elif subject == "data":
-        if data is None:
-            raise ValueError("bench data needs images; give --data DIR, which holds train with a folder for each class")
-        images.run(data, rounds=9 if rounds is None else rounds, results=results)
-    else:
-        ops.run(functions or tuple(ops.FUNCTIONS), rounds=15 if rounds is None else rounds, results=results)
+
+def models(
+    *, rounds: Rounds = 9, backbones: tuple[str, ...] = (), specs: tuple[str, ...] = (), results: Results = RESULTS
+) -> None:
+    """Every technique and baseline against its plain network, in inference and training.
+
+    Args:
+        backbones: Networks; the paper's four if not given.
+        specs: Specs to equip them with; all techniques and baselines if not given.
+    """
+    _require_paper()
+    from deepsquare.paper.bench import models
+
+    models.run(backbones or models.BACKBONES, specs or models.SPECS, rounds=rounds, results=results)
+
+
+def ops(*, rounds: Rounds = 15, functions: tuple[str, ...] = (), results: Results = RESULTS) -> None:
+    """Every function against memory bandwidth, the formula, torch.compile and timm's attention modules.
+
+    Args:
+        functions: Functions, such as square_pooling; all if not given.
+    """
+    _require_paper()
+    from deepsquare.paper.bench import ops
+
+    ops.run(functions or tuple(ops.FUNCTIONS), rounds=rounds, results=results)
+
+
+def data(*, data: Path, rounds: Rounds = 9, results: Results = RESULTS) -> None:
+    """Every data pipeline against torchvision's ImageFolder with a DataLoader.
+
+    Args:
+        data: Folder that holds train, with a folder of images per class.
+    """
+    _require_paper()
+    from deepsquare.paper.bench import data as pipelines
+
+    pipelines.run(data, rounds=rounds, results=results)
+
+
+def deployment(
+    *, rounds: Rounds = 300, backbones: tuple[str, ...] = (), specs: tuple[str, ...] = (), results: Results = RESULTS
+) -> None:
+    """Every technique in onnxruntime and ExecuTorch, float32 and int8, against its plain network.
+
+    Args:
+        backbones: Networks; shufflenet_v2_x1_0 and resnet18 if not given.
+        specs: Specs to equip them with; all techniques and se if not given.
+    """
+    _require_paper()
+    from deepsquare.paper.bench import deployment
+
+    deployment.run(backbones or deployment.BACKBONES, specs or deployment.SPECS, rounds=rounds, results=results)

@@ -1,86 +1,53 @@
-"""The command line: what it prints, what it writes, and how it ends on a mistake."""
+"""The command line: output, files, exit codes and error messages."""
 
-import json
 import re
 import subprocess
 import sys
+import warnings
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers.shell import Shell
 
-from deepsquare.cli import main
-
-
-class Shell:
-    """Runs the command in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch = monkeypatch
-        self.capsys = capsys
-        monkeypatch.setenv("COLUMNS", "160")
-
-    def run(self, line: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of ``deepsquare`` followed by ``line``."""
-        self.monkeypatch.setattr(sys, "argv", ["deepsquare", *line.split()])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = self.capsys.readouterr()
-        return code, captured.out, captured.err
-
-    def json(self, line: str) -> dict[str, Any]:
-        """The JSON that ``line`` prints."""
-        code, out, err = self.run(f"{line} --json")
-        assert (code, err) == (0, "")
-        parsed: dict[str, Any] = json.loads(out)
-        return parsed
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
+from deepsquare import cli
+from deepsquare.results import Store
 
 
 def test_resnet50_as_json(shell: Shell) -> None:
-    shown = shell.json("info resnet50 pooling+excitation")
-    assert (shown["model"], shown["spec"]) == ("resnet50", "pooling+excitation")
-    assert shown["input_shape"] == [3, 224, 224]
-    assert shown["base"]["parameters"] == 25_557_032
-    assert shown["base"]["macs"] == shown["equipped"]["macs"] == 4_089_184_256
-    assert shown["equipped"]["parameters"] == 25_557_048
-    assert shown["added"]["parameters"] == 16
-    assert (
-        shown["added"]["elementwise_muls"]
-        == shown["equipped"]["elementwise_muls"] - shown["base"]["elementwise_muls"]
-        > 0
-    )
-    kinds = [site["kind"] for site in shown["sites"]]
+    summary = shell.json("info resnet50 pooling+excitation")
+    assert (summary["model"], summary["spec"]) == ("resnet50", "pooling+excitation")
+    assert summary["input_shape"] == [3, 224, 224]
+    assert summary["base"]["parameters"] == 25_557_032
+    assert summary["base"]["macs"] == summary["equipped"]["macs"] == 4_089_184_256
+    assert summary["equipped"]["parameters"] == 25_557_048
+    assert summary["added"]["parameters"] == 16
+    muls = {key: summary[key]["elementwise_muls"] for key in ("added", "equipped", "base")}
+    assert muls["added"] == muls["equipped"] - muls["base"] > 0
+    kinds = [site["kind"] for site in summary["sites"]]
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "pooling": 1, "logits": 1, "branch_end": 16, "last_spatial_conv": 16
     }  # fmt: skip
-    words = {(site["kind"], site["word"]) for site in shown["sites"]}
+    terms = {(site["kind"], site["term"]) for site in summary["sites"]}
     expected = {("pooling", "pooling"), ("logits", ""), ("branch_end", "excitation"), ("last_spatial_conv", "")}
-    assert words == expected
-    assert shown["missing"] == {}
+    assert terms == expected
+    assert summary["missing"] == {}
 
 
 def test_options_reach_the_model(shell: Shell) -> None:
-    shown = shell.json("info vanilla_cnn softmin(scale='channel') --num-classes 3 --input-shape 3 64 64")
-    assert shown["base"]["parameters"] == 94_762 - 7 * 129
-    assert shown["added"]["parameters"] == 3
-    assert shown["base"]["macs"] == 4 * (2_581_760 - 1280) + 128 * 3  # four times the area of Table 1's image
-    assert shown["input_shape"] == [3, 64, 64]
-    assert set(shown["missing"]) == {"branch_end", "last_spatial_conv"}
+    summary = shell.json("info vanilla_cnn softmin(scale='channel') --num-classes 3 --input-shape 3 64 64")
+    assert summary["base"]["parameters"] == 94_762 - 7 * 129
+    assert summary["added"]["parameters"] == 3
+    assert summary["base"]["macs"] == 4 * (2_581_760 - 1280) + 128 * 3  # four times the area of Table 1's image
+    assert summary["input_shape"] == [3, 64, 64]
+    assert set(summary["missing"]) == {"branch_end", "last_spatial_conv"}
 
 
 def test_without_a_spec_nothing_is_added(shell: Shell) -> None:
-    shown = shell.json("info vanilla_cnn")
-    assert shown["base"] == shown["equipped"]
-    assert set(shown["added"].values()) == {0}
-    assert shown["base"]["macs"] == 2_581_760
+    summary = shell.json("info vanilla_cnn")
+    assert summary["base"] == summary["equipped"]
+    assert set(summary["added"].values()) == {0}
+    assert summary["base"]["macs"] == 2_581_760
     code, out, err = shell.run("info vanilla_cnn")
     assert (code, err) == (0, "")
     assert "94,762" in out
@@ -118,11 +85,11 @@ def test_all_sites(shell: Shell) -> None:
     ("line", "message"),
     [
         ("info resnet5", "no model named 'resnet5'; the nearest names are .*resnet50"),
-        ("info hub/resnet18", "unknown zoo 'hub'"),
+        ("info hub/resnet18", "unknown library 'hub'"),
         ("info vgg16", "'vgg16' names different networks.*'torchvision/vgg16' or 'timm/vgg16'"),
-        ("info vanilla_cnn squares", "unknown word 'squares'.*pooling, softmin"),
+        ("info vanilla_cnn squares", "unknown term 'squares'.*pooling, softmin"),
         ("info vanilla_cnn pooling+", "not a spec: 'pooling\\+'"),
-        ("info vanilla_cnn excitation", "VanillaCNN has no branch_end site for the word 'excitation'"),
+        ("info vanilla_cnn excitation", "VanillaCNN has no branch_end site for the term 'excitation'"),
         ("info vit_b_16 pooling", "VisionTransformer is not a CNN"),
         ("info resnet18 --input-shape 1 64 64", r"ResNet could not be run on an input of shape \(2, 1, 64, 64\)"),
         ("info vanilla_cnn --num-classes -1", "vanilla_cnn.*num_classes.*-1"),
@@ -131,7 +98,8 @@ def test_all_sites(shell: Shell) -> None:
         ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, GeM"),
         ("reproduce table2 --data nowhere", "nowhere"),
         ("bench train --rounds 0", "rounds is 0"),
-        ("bench data", "bench data needs images; give --data DIR"),
+        ("bench data --data nowhere", "nowhere"),
+        ("report --results nowhere", "nowhere is not a folder; expected one that holds rows or figures"),
     ],
 )
 def test_a_mistake_ends_in_one_line(shell: Shell, line: str, message: str) -> None:
@@ -142,26 +110,90 @@ def test_a_mistake_ends_in_one_line(shell: Shell, line: str, message: str) -> No
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("line", ["nonsense", "info", "info resnet18 --nonsense", "reproduce fig99", "bench speed"])
-def test_a_wrong_command_line(shell: Shell, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "Available subcommands: info, train"),
+        ("--nonsense", "--nonsense"),
+        ("info", "required"),
+        ("info resnet18 --nonsense", "--nonsense"),
+        ("reproduce fig99", "fig99"),
+        ("bench", "train, models, ops, data, deployment"),
+        ("bench speed", "train, models, ops, data, deployment"),
+        ("bench ops --steps 3", "--steps"),
+        ("bench data", "--data PATH"),
+    ],
+)
+def test_a_wrong_command_line(shell: Shell, line: str, message: str) -> None:
     code, out, err = shell.run(line)
-    assert code == 2
-    assert "Traceback" not in out + err
-    assert err
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_without_arguments_it_prints_the_help(shell: Shell) -> None:
+    code, out, err = shell.run("")
+    assert (code, err) == (0, "")
+    assert out == shell.run("--help")[1]
+    for verb in ("info", "train", "eval", "export", "predict", "reproduce", "bench", "report"):
+        assert f"• {verb} " in out
+
+
+def test_version(shell: Shell) -> None:
+    assert shell.run("--version") == (0, f"deepsquare {metadata.version('deepsquare')}\n", "")
+
+
+def test_the_help_of_a_subcommand_shows_its_own_options_only(shell: Shell) -> None:
+    code, out, err = shell.run("bench ops --help")
+    assert (code, err) == (0, "")
+    assert {"--rounds", "--functions", "--results"} == set(re.findall("--[a-z]+", out)) - {"--help"}
+    _, out, _ = shell.run("bench --help")
+    for subject in ("train", "models", "ops", "data", "deployment"):
+        assert f"• {subject} " in out
+    assert "--rounds" not in out
+
+
+def test_importing_the_command_line_is_light() -> None:
+    code = """
+import sys
+from deepsquare.cli import main
+print(*sorted({"torchvision", "timm", "scipy", "matplotlib", "jinja2", "onnx"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("line", ["report", "bench ops", "bench deployment"])
+def test_a_missing_extra_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    code, out, err = shell.run(line)
+    assert (code, out) == (2, "")
+    expected = "the experiments and the report need scipy: pip install 'deepsquare[paper]'"
+    assert err == f"deepsquare: error: {expected}\n"
+
+
+def test_warnings_and_interrupts(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        warnings.warn("almost done", stacklevel=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert shell.run("info resnet18") == (130, "", "deepsquare: note: almost done\n")
 
 
 def test_reproduce(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = shell.run("reproduce fig2 --networks 50")
     assert (code, err) == (0, "")
-    assert out
+    assert out.endswith(f"The report is {tmp_path / 'out/report/index.html'}\n")
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert files == ["out/figures/fig2.png", "out/results/fig2.json"]
+    report = ["out/report/index.html", "out/report/summary.md"]
+    assert files == ["out/figures/fig2.png", *report, "out/results/fig2.jsonl"]
     assert (tmp_path / "out/figures/fig2.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    record = json.loads((tmp_path / "out/results/fig2.json").read_text(encoding="utf-8"))
-    assert record["seed"] == 0
-    assert {row["drawn"] for row in record["rows"]} == {50}
-    assert all(claim["holds"] for claim in record["claims"])
+    rows = Store(tmp_path / "out/results/fig2.jsonl").rows()
+    assert {(row.seed, row.recipe["drawn"]) for row in rows} == {(0, 50)}
 
 
 def test_report(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,5 +210,5 @@ def test_the_installed_command(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("deepsquare: error: unknown word 'bogus'")
+    assert done.stderr.startswith("deepsquare: error: unknown term 'bogus'")
     assert len(done.stderr.splitlines()) == 1

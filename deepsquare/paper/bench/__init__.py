@@ -1,1 +1,1 @@
-"""Benchmarks: contestants measured in turns within one run."""
+"""Benchmarks: candidates measured in interleaved rounds within one run."""

@@ -1,16 +1,15 @@
-"""What a technique costs in time, on four backbones: each in turn with the plain network, A, B, A, B, in one run.
+"""The time of each technique and baseline on four backbones, relative to the plain network.
 
-Times of one go stand beside each other, so a ratio is taken within each turn, and a slow moment of the machine meets
-both. A result is the median of the ratios with its 95% interval. Networks are run as PyTorch runs them, uncompiled,
-in channels_last.
+The plain and the equipped network are run alternately, one iteration each, and every ratio is taken between two such
+neighbors. Networks run in eager mode, in channels_last.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from deepsquare._files import ensure_writable
 from deepsquare.cost import cost_of
-from deepsquare.kernels import without_kernels
 from deepsquare.models import create_model
+from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import median_ratio
-from deepsquare.results import Row, Store
+from deepsquare.results import round_for_json
 from deepsquare.training.loop import tune_malloc
 
 BACKBONES = ("resnet50", "resnet18", "shufflenet_v2_x1_0", "shufflenet_v2_x0_5")
@@ -34,49 +32,36 @@ SPECS = (
     "pooling", "softmin", "excitation", "encoding", "pooling+excitation",
     "se", "ge_theta_minus", "ge_theta", "gsop1", "gsop2", "mpn_cov", "isqrt_cov", "bilinear", "compact_bilinear",
 )  # fmt: skip
-KERNEL_WORDS = {"pooling", "excitation"}  # these are measured without the kernels too
-KINDS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
-ROUND_SECONDS = 0.4  # seconds of each contestant, in goes that take turns: one slow moment of the machine meets all
-Seconds = dict[str, list[float]]  # by kind of work, one a go
+KERNEL_TERMS = {"pooling", "excitation"}  # these are also measured without the kernels
+WORKLOADS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
+ROUND_SECONDS = 0.4  # of the plain network, per workload and round
+Seconds = dict[str, dict[str, list[float]]]  # by workload and candidate, one value per iteration
 
 
-def _infer(model: nn.Module, batch_size: int) -> Callable[[], None]:
-    x = torch.rand(batch_size, 3, 224, 224).to(memory_format=torch.channels_last)
-
-    def work() -> None:
-        model.eval()
-        with torch.inference_mode():
-            model(x)
-
-    return work
-
-
-def _train(model: nn.Module, batch_size: int) -> Callable[[], None]:
+def _iteration(model: nn.Module, batch_size: int, training: bool) -> Callable[[], None]:
     x = torch.rand(batch_size, 3, 224, 224).to(memory_format=torch.channels_last)
     labels = torch.arange(batch_size)
 
-    def work() -> None:
-        model.train()
-        torch.autograd.backward(F.cross_entropy(model(x), labels))
-        model.zero_grad(set_to_none=True)
+    def iteration() -> None:
+        model.train(training)
+        with torch.inference_mode(not training):
+            logits = model(x)
+        if training:
+            torch.autograd.backward(F.cross_entropy(logits, labels))
+            model.zero_grad(set_to_none=True)
 
-    return work
+    return iteration
 
 
-class Candidate:
-    """A network and the kinds of work that it is timed at."""
-
-    def __init__(self, backbone: str, spec: str) -> None:
-        torch.manual_seed(0)
-        model = create_model(backbone, spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.work = {LATENCY: _infer(model, 1), THROUGHPUT: _infer(model, 16), TRAINING: _train(model, 8)}
-        self.iterations = {kind: max(1, int(ROUND_SECONDS / min(self.time(kind) for _ in range(2)))) for kind in KINDS}
-
-    def time(self, kind: str) -> float:
-        """Seconds for one go."""
-        start = time.perf_counter()
-        self.work[kind]()
-        return time.perf_counter() - start
+def _workloads(backbone: str, spec: str) -> dict[str, Callable[[], None]]:
+    """One iteration of each workload on a network, which is warmed up."""
+    torch.manual_seed(0)
+    model = create_model(backbone, spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    arguments = {LATENCY: (1, False), THROUGHPUT: (16, False), TRAINING: (8, True)}
+    workloads = {name: _iteration(model, *batch_and_mode) for name, batch_and_mode in arguments.items()}
+    for iteration in workloads.values():
+        _common.time_call(iteration, 2)
+    return workloads
 
 
 def run(
@@ -86,73 +71,72 @@ def run(
     rounds: int = 9,
     results: Path = Path("out/results"),
 ) -> None:
-    """Time every spec on every backbone, print the ratios and add a row for each backbone to ``bench.jsonl``."""
-    if rounds < 1:
-        raise ValueError(f"rounds is {rounds}; expected at least 1")
-    ensure_writable(results)
+    """Time every spec on every backbone, print the ratios and append one row per backbone to ``bench.jsonl``."""
+    _common.check(results, rounds=rounds)
     for spec in specs:
         if "fisher" in spec:
             raise ValueError("a Fisher vector has to be fitted to data before it trains; leave it out here")
         for backbone in backbones:
-            cost_of(backbone, spec)  # a word that does not suit is told now
+            cost_of(backbone, spec)  # fail early on a spec that does not fit
     tune_malloc()
     for backbone in backbones:
         start = time.perf_counter()
         times = _time(backbone, specs, rounds)
         rich.print(_table(backbone, times, rounds))
-        described = {"rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last"}
+        recipe = {"rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last"}
         metrics: dict[str, Any] = {
-            spec: {
-                "cost": asdict(cost_of(backbone, spec)),
-                "seconds": {kind: {who: _rounded(own[kind]) for who, own in seconds.items()} for kind in KINDS},
-            }
+            spec: {"cost": asdict(cost_of(backbone, spec)), "seconds": _rounded(seconds)}
             for spec, seconds in times.items()
         }
         metrics[""] = {"cost": asdict(cost_of(backbone, ""))}
-        seconds = round(time.perf_counter() - start, 1)
-        row = Row("bench", f"models/{backbone}", int(time.time()), described, metrics, seconds)
-        Store(results / "bench.jsonl").append(row)
+        _common.append_row(results, f"models/{backbone}", recipe, metrics, start)
 
 
-def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, dict[str, Seconds]]:
-    """By spec the times of the plain network, ``base``, of the equipped one, ``own``, and ``without_kernels``."""
-    times: dict[str, dict[str, Seconds]] = {}
-    plain = Candidate(backbone, "")
+def _rounded(seconds: Seconds) -> dict[str, Any]:
+    return {
+        workload: {name: round_for_json(values, 5) for name, values in candidates.items()}
+        for workload, candidates in seconds.items()
+    }
+
+
+def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, Seconds]:
+    """By spec, the seconds of the plain network, ``base``, of the equipped one, ``own``, and ``without_kernels``."""
+    base = _workloads(backbone, "")
+    iterations = {
+        workload: max(1, int(ROUND_SECONDS / min(_common.time_call(iteration) for _ in range(2))))
+        for workload, iteration in base.items()
+    }
+    times: dict[str, Seconds] = {}
     with Progress(transient=True) as progress:
         bar = progress.add_task(backbone, total=len(specs) * rounds)
         for spec in specs:
             progress.update(bar, description=f"{backbone}, {spec}")
-            candidate = Candidate(backbone, spec)
-            runs: dict[str, tuple[Candidate, Callable[[], AbstractContextManager[None]]]]
-            runs = {"base": (plain, nullcontext), "own": (candidate, nullcontext)}
-            if not KERNEL_WORDS.isdisjoint(spec.split("+")):
-                runs["without_kernels"] = (candidate, without_kernels)
-            times[spec] = {who: {kind: [] for kind in KINDS} for who in runs}
+            own = _workloads(backbone, spec)
+            networks = {"base": base, "own": own}
+            if not KERNEL_TERMS.isdisjoint(spec.split("+")):
+                networks["without_kernels"] = {
+                    name: partial(_common.call_without_kernels, call) for name, call in own.items()
+                }
+            times[spec] = {workload: {name: [] for name in networks} for workload in WORKLOADS}
             for _ in range(rounds):
-                for kind in KINDS:
-                    for _ in range(plain.iterations[kind]):
-                        for who, (network, mode) in runs.items():
-                            with mode():
-                                times[spec][who][kind].append(network.time(kind))
+                for workload in WORKLOADS:
+                    candidates = {name: partial(_common.time_call, calls[workload]) for name, calls in networks.items()}
+                    for name, seconds in _common.interleave(candidates, range(iterations[workload])).items():
+                        times[spec][workload][name] += seconds
                 progress.advance(bar)
     return times
 
 
-def _rounded(seconds: Sequence[float]) -> list[float]:
-    return [round(value, 5) for value in seconds]
-
-
-def _table(backbone: str, times: Mapping[str, Mapping[str, Seconds]], rounds: int) -> Table:
-    table = Table(
-        title=f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
-        caption=f"median over {rounds} rounds of goes in turns, and its 95% interval",
+def _table(backbone: str, times: Mapping[str, Seconds], rounds: int) -> Table:
+    table = _common.make_table(
+        f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
+        f"median over {rounds} rounds of interleaved iterations, and its 95% interval",
+        ("spec", *WORKLOADS),
     )
-    table.add_column("spec")
-    for kind in KINDS:
-        table.add_column(kind, justify="right")
     for spec, seconds in times.items():
-        for who in [who for who in seconds if who != "base"]:
-            found = [median_ratio(seconds[who][kind], seconds["base"][kind]) for kind in KINDS]
-            name = spec if who == "own" else f"{spec}, kernels off"
-            table.add_row(name, *(f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" for ratio in found))
+        for name in seconds[LATENCY]:
+            if name != "base":
+                ratios = [median_ratio(seconds[kind][name], seconds[kind]["base"]) for kind in WORKLOADS]
+                label = spec if name == "own" else f"{spec}, kernels off"
+                table.add_row(label, *(_common.format_median(ratio, 3) for ratio in ratios))
     return table

@@ -1,0 +1,77 @@
+"""What the benchmarks share: interleaved rounds, timing, tables, and rows of ``bench.jsonl``.
+
+Each round measures every candidate once, and ratios are taken within a round, so that a slow period of the machine
+affects all candidates alike. A result is the median over the rounds with its 95% interval.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.table import Table
+
+from deepsquare._files import ensure_writable
+from deepsquare.kernels import without_kernels
+from deepsquare.paper.statistics import Median
+from deepsquare.results import Row, Store
+
+T = TypeVar("T")
+
+
+def check(results: Path, **counts: int | None) -> None:
+    """Fail early: every count is at least 1 (or None), and ``results`` is writable."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}; expected at least 1")
+    ensure_writable(results)
+
+
+def time_call(call: Callable[[], object], repeats: int = 1) -> float:
+    """Seconds per call."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def call_without_kernels(function: Callable[..., T], *args: Any) -> T:
+    """Call the function with the kernels switched off."""
+    with without_kernels():
+        return function(*args)
+
+
+def interleave(candidates: Mapping[str, Callable[[], T]], rounds: Iterable[object]) -> dict[str, list[T]]:
+    """Call every candidate once per round; what each returned, by round."""
+    measurements: dict[str, list[T]] = {name: [] for name in candidates}
+    for _ in rounds:
+        for name, measure in candidates.items():
+            measurements[name].append(measure())
+    return measurements
+
+
+def append_row(results: Path, name: str, recipe: Mapping[str, Any], metrics: Mapping[str, Any], start: float) -> None:
+    """Append a row to ``bench.jsonl``; ``start`` is the value of ``time.perf_counter()`` when the work began."""
+    row = Row("bench", name, int(time.time()), recipe, metrics, round(time.perf_counter() - start, 1))
+    Store(results / "bench.jsonl").append(row)
+
+
+def ends(median: Median) -> tuple[float, float, float]:
+    """The median and the ends of its interval, as rows store them."""
+    return median.value, median.low, median.high
+
+
+def format_median(median: Median, digits: int) -> str:
+    """``median [low, high]``."""
+    value, low, high = (f"{number:.{digits}f}" for number in ends(median))
+    return f"{value} [{low}, {high}]"
+
+
+def make_table(title: str, caption: str, headings: Iterable[str]) -> Table:
+    """A table whose first column holds names and whose other columns hold numbers."""
+    table = Table(title=title, caption=caption)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
+    return table
