@@ -75,6 +75,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.slow
 def test_small_models(script: ModuleType, rows: dict[str, Any], name: str) -> None:
     threads = torch.get_num_threads()
     computed = {row.recipe["term"]: row for row in script.rows_of("", name, script.TERMS)}

@@ -1,4 +1,4 @@
-"""``deepsquare reproduce``: the experiments of the paper."""
+"""Run an experiment of the paper, then update the report."""
 
 from __future__ import annotations
 

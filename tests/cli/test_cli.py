@@ -183,6 +183,7 @@ def test_warnings_and_interrupts(shell: Shell, monkeypatch: pytest.MonkeyPatch) 
         assert shell.run("info resnet18") == (130, "", "deepsquare: note: almost done\n")
 
 
+@pytest.mark.slow
 def test_reproduce(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = shell.run("reproduce fig2 --networks 50")

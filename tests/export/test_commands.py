@@ -15,6 +15,7 @@ pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
 
 
 @pytest.mark.filterwarnings("default:.*does not say how images become its input")
+@pytest.mark.slow
 def test_export_and_predict(tmp_path: Path, shell: Shell) -> None:
     data = make_colored_folders(tmp_path / "data", train=1, val=2, side=80)
     model, _ = trained("shufflenet_v2_x0_5", "pooling+softmin")

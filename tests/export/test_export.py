@@ -46,6 +46,7 @@ def operations(path: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize("spec", COSTS)
+@pytest.mark.slow
 def test_onnx_parity(spec: str, tmp_path: Path) -> None:
     model, images = trained("shufflenet_v2_x0_5", spec)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -67,6 +68,7 @@ def test_onnx_parity(spec: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "spec"), [("shufflenet_v2_x0_5", "pooling+excitation"), ("resnet18", "encoding")])
+@pytest.mark.slow
 def test_executorch_parity(name: str, spec: str, tmp_path: Path) -> None:
     pytest.importorskip("executorch", reason="needs deepsquare[export]")
     model, images = trained(name, spec)
@@ -92,6 +94,7 @@ def test_any_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("runtime", "spec"), [("onnx", ""), ("onnx", "encoding"), ("executorch", "pooling")])
+@pytest.mark.slow
 def test_int8(runtime: str, spec: str, tmp_path: Path) -> None:
     model, images = trained("shufflenet_v2_x0_5", spec)
     path = tmp_path / f"model{RUNTIMES[runtime].suffix}"
@@ -148,6 +151,7 @@ def test_xnnpack_runs_layers_in_int8_and_squares_in_float32() -> None:
 
 
 @pytest.mark.parametrize("spec", ["se", "ge_theta", "gsop", "isqrt_cov"])
+@pytest.mark.slow
 def test_baselines_in_onnx(spec: str, tmp_path: Path) -> None:
     model, images = trained("resnet18", spec)
     exported = export(model, tmp_path / "model.onnx", Preprocessing((), 64, 64), images=images)

@@ -46,6 +46,7 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_under_the_interpreter() -> None:
     options = ["-o", "python_functions=check_*", "-p", "no:cacheprovider"]
     print(run("-m", "pytest", *options, __file__, TRITON_INTERPRET="1"))

@@ -135,6 +135,7 @@ def test_compiled_and_exported_forms_are_equal(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, when first used
+@pytest.mark.slow
 def test_inductor_makes_the_same_values() -> None:
     net = nn.Sequential(nn.BatchNorm2d(4), dsnn.SquareExcitation(), dsnn.SquarePooling(), dsnn.SquareSoftmin())
     torch.compiler.reset()

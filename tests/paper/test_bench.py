@@ -52,6 +52,7 @@ def test_ratios_are_medians_over_the_rounds() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:random images stand in")
+@pytest.mark.slow
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.run(rounds=2, steps=2, results=tmp_path)
     assert "times as fast as torchvision" in capsys.readouterr().out.replace("\n", " ")
@@ -77,6 +78,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert stored == {"pooling": {"base", "own", "without_kernels"}, "se": {"base", "own"}}
 
 
+@pytest.mark.slow
 def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
     monkeypatch.setattr(deploy, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})

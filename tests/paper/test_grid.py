@@ -60,6 +60,7 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
     assert condition()
 
 
+@pytest.mark.slow
 def test_a_grid_killed_several_times_ends_with_the_rows_of_an_uninterrupted_one(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_grid_killed_several_times_ends_with_the_rows_of_an_uninterrupted_one(
     assert list(checkpoints.glob("*")) == []
 
 
+@pytest.mark.slow
 def test_two_grids_share_the_runs(tmp_path: Path, expected: dict[str, Any]) -> None:
     store = tmp_path / "rows.jsonl"
     grids = [start(store, "slow"), start(store, "slow")]
@@ -96,6 +98,7 @@ def test_two_grids_share_the_runs(tmp_path: Path, expected: dict[str, Any]) -> N
     assert done == len(RUNS)  # none of them twice
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
     store = tmp_path / "rows.jsonl"
     grid = start(store, "slow")
@@ -107,6 +110,7 @@ def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.slow
 def test_on_a_real_ray_cluster(tmp_path: Path, expected: dict[str, Any]) -> None:
     store = tmp_path / "rows.jsonl"
     grid = start(store, "ray")

@@ -53,6 +53,7 @@ def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("micro",)])
+@pytest.mark.slow
 def test_two_processes_follow_the_loss_of_one(
     data: Path, alone: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -61,6 +62,7 @@ def test_two_processes_follow_the_loss_of_one(
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]  # it learns: the comparison is not one of standing still
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     data: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     same({**result, "losses": alone["losses"][:-losses] + result["losses"]}, alone)
 
 
+@pytest.mark.slow
 def test_ten_kills_at_random_steps_change_no_bit(data: Path, tmp_path: Path) -> None:
     random = Random(0)
     for _ in range(10):

@@ -160,6 +160,7 @@ def stop(process: subprocess.Popen[str], path: Path, signal_number: int) -> str:
     return process.communicate(timeout=120)[1]
 
 
+@pytest.mark.slow
 def test_a_killed_a_terminated_and_an_interrupted_run_end_as_the_undisturbed_one(data: Path, tmp_path: Path) -> None:
     whole = run_in(data, tmp_path / "whole")
     output = whole.communicate(timeout=240)[1]
