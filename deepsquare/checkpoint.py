@@ -173,7 +173,7 @@ def read_header(path: PathLike) -> Header:
     """The header of a checkpoint; for a safetensors file of another program, one without name, spec and kwargs."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        raise FileNotFoundError(f"no checkpoint at {path}; expected a .safetensors file or the folder of a run")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -185,7 +185,8 @@ def read_header(path: PathLike) -> Header:
                 f"{path} is a pickled file, which may run code when it is opened; only safetensors files are read. If "
                 "you trust it, convert it: safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
             ) from error
-        raise ValueError(f"{path} is no complete safetensors file ({error}); fetch or save it again") from error
+        reason = f"{path} is not a safetensors file, or is truncated ({error})"
+        raise ValueError(f"{reason}; expected a file that deepsquare.save wrote") from error
     if metadata.get("format") != '"deepsquare"':
         return Header(name=None, kwargs={}, spec="", dropout=None, input_shape=None, folded=False)
     try:

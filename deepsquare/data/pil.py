@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from deepsquare.data.transforms import CropParams
 
@@ -47,6 +47,8 @@ def open_image(data: bytes, upright: bool = False) -> Image.Image:
             if image.mode.startswith("I;16"):  # Pillow would clip it
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
+    except UnidentifiedImageError as error:  # whose message is the address of a buffer
+        raise DecodeError("not an image file") from error
     # What Pillow's readers raise on damaged files.
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error) as error:
         raise DecodeError(str(error)) from error

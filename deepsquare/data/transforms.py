@@ -19,7 +19,7 @@ TRIES = 10  # torchvision's
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """torchvision's RandomResizedCrop to ``size`` × ``size``, and a horizontal flip of every second image.
+    """torchvision's RandomResizedCrop to ``size`` × ``size``, and a random horizontal flip (p = 0.5).
 
     Attributes:
         size: side of the result.

@@ -99,7 +99,7 @@ class CifarRecipe(Recipe):
 
     Attributes:
         pad: width of the reflected border from which random crops are taken.
-        flip: whether to flip every second image horizontally.
+        flip: random horizontal flips, with probability 0.5.
     """
 
     pad: int = 4
@@ -124,7 +124,7 @@ class ImageNetRecipe(Recipe):
         size: side of the training images.
         crop_area: range of a random crop's share of the image's area.
         crop_ratio: range of a random crop's width / height.
-        flip: whether to flip every second image horizontally.
+        flip: random horizontal flips, with probability 0.5.
         eval_resize: shorter side of an evaluated image, before the center crop.
         eval_size: side of the center crop.
         start: checkpoint to fine-tune, of the base network or an equipped one.

@@ -44,7 +44,7 @@ def test_export_and_predict(tmp_path: Path, shell: Shell) -> None:
         ("run.onnx", broken, "; expected one of JPEG, PNG"),
         ("run.onnx", tmp_path / "none.jpg", "no image "),
         ("none.onnx", image, "no file "),
-        ("broken.jpg", image, "is no complete safetensors file"),
+        ("broken.jpg", image, "is not a safetensors file, or is truncated"),
     ):
         code, output = shell("predict", tmp_path / model_name, file)
         assert code == 2
