@@ -100,7 +100,7 @@ def _print_recipes() -> None:
     from deepsquare.paper.tables import TABLES
 
     machines = " or ".join(f"{machine.devices} {machine.name}" for machine in MACHINES)
-    title = f"deepsquare train NAME --data DIR: the paper's accuracies, and the least hours to expect on {machines}"
+    title = f"deepsquare train NAME --data DIR: the paper's accuracies, and the estimated minimum hours on {machines}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("name", "table", "epochs", "top-1", "top-5", *(machine.name for machine in MACHINES)):
         table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A backend of PyTorch's operations for Square-Pooling alone: for maps that no compiled kernel takes.
+"""Square-Pooling by PyTorch's operations in blocks, for maps that no compiled kernel supports.
 
 ``x.square().mean((2, 3))`` writes the squares of the whole map to memory, in float32 for half types, and saves a copy
 for the backward pass. Here a buffer that fits a cache holds the squares of one block at a time.

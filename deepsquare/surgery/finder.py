@@ -120,7 +120,7 @@ def reader_of_pooling(graph: Graph) -> str:
 
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
-    """A transformer has more attention layers than convolutional blocks, and one for four convolutions at least."""
+    """Refuse a model with more attention layers than convolutional blocks and than a quarter of its convolutions."""
     matmuls = [n for n in graph.nodes if n.op in ("bmm", "baddbmm") and len(n.inputs) == 2]
     fused = [n for n in graph.nodes if "attention" in n.op]
     attention = len({n.call for n in matmuls + fused})

@@ -22,7 +22,7 @@ def _is_zero(value: object) -> bool:
 
 
 def reset_gammas(model: nn.Module, sites: Sites) -> tuple[str, ...]:
-    """Set to 1 every γ in the blocks whose layer returns zeros only; the names of these parameters."""
+    """Set γ = 0 with a zero bias to γ = 1 in all blocks; returns the names of the parameters that were reset."""
     names: list[str] = []
     for path in dict.fromkeys(site.block or site.path for site in sites.of_kind("branch_end")):
         for name, module in model.get_submodule(path).named_modules(prefix=path):

@@ -31,7 +31,7 @@ class Site:
         block: for the two kinds inside building blocks, the path of the block.
         stage: for the same two, the number of the stage: successive blocks whose maps have one shape.
         relu_first: a functional ReLU follows that module before the pooling; it is applied before the inserted module.
-        keeps_size: the pooling that follows has a fixed window, so the pooled value must fill the map.
+        keeps_size: the pooling that follows has a fixed window, so the pooled value is expanded to the map's size.
         term: the term of the spec that fills the site, ``""`` while it is free.
     """
 
@@ -48,7 +48,7 @@ class Site:
 
     @property
     def pools_early(self) -> bool:
-        """Whether the map is pooled at the output of the module before, as the pooling itself is not a module."""
+        """Whether the inserted module pools the output of the module before the pooling, which is not a module."""
         return self.kind == "pooling" and self.position == "output"
 
     @property

@@ -67,6 +67,7 @@ def _ge_theta_plus(site: Site, *, extent: int = 0, reduction: int = 16, after: s
     return baselines.GatherExcite(site.channels, site.spatial, extent=extent, learned=True, reduction=reduction)
 
 
+# ``last`` and ``dense`` are options of the spec; surgery reads them, not the module.
 def _gsop(site: Site, *, size: int = 128, last: bool = True, dense: bool = False) -> nn.Module:
     return baselines.GSoP(site.channels, _positive("size", size), stride=2 if site.stage == 1 else 1)
 
