@@ -19,7 +19,7 @@ from deepsquare.data.transforms import Transform, crop_params
 
 GREY, NO_LABEL = 128, -1  # pixels and label of a damaged image
 TERM_GRACE = 120  # seconds that a worker continues after SIGTERM
-REQUIRED_MODULE = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # from the pip extra of the same name
+REQUIRED_MODULE = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # from the extra of the same name
 Decoder = Callable[[bytes, CropFor, Pixels], None]
 
 

@@ -27,7 +27,7 @@ def runtime_for(path: Path) -> Runtime:
 
 
 def load_exported(path: str | os.PathLike[str]) -> RuntimeModel:
-    """Load a file that :func:`deepsquare.export.export` wrote ; the suffix tells its runtime."""
+    """Load a file that :func:`deepsquare.export.export` wrote; the suffix tells its runtime."""
     path = Path(path)
     runtime = runtime_for(path)
     if not path.is_file():
