@@ -83,16 +83,27 @@ class Task:
         """Train the run, or resume it; None if another grid trains it or has stored its row."""
         torch.set_num_threads(1)
         with _try_lock(checkpoint_of(self.run, self.store).with_suffix(".lock")) as locked:
-            if not locked or self.run.key in {row.key for row in Store(self.store).rows()}:
+            if not locked:
                 return None
-            row = self.train(self.run, checkpoint_of(self.run, self.store), on_progress)
-            Store(self.store).append(row)  # while locked, so that no other grid repeats the run
+            row = None
+            if self.run.key not in {stored.key for stored in Store(self.store).rows()}:
+                row = self.train(self.run, checkpoint_of(self.run, self.store), on_progress)
+                Store(self.store).append(row)  # while locked, so that no other grid repeats the run
+            remove_checkpoint(self.run, self.store)
             return row
 
 
 def checkpoint_of(run: TrainingRun, store: Path) -> Path:
     """The checkpoint of a run's last epoch, in a hidden folder beside the store."""
     return store.parent / ".runs" / f"{hashlib.sha256(run.key.encode()).hexdigest()[:24]}.pt"
+
+
+def remove_checkpoint(run: TrainingRun, store: Path) -> None:
+    """Remove the checkpoint and the lock of a run whose row is stored."""
+    checkpoint = checkpoint_of(run, store)
+    remove_stale_temps(checkpoint)
+    for suffix in (".pt", ".lock"):
+        checkpoint.with_suffix(suffix).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,9 @@ def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, wo
     """Train every run without a row in the store, and append the rows as the runs finish."""
     present = {row.key for row in store.rows()}
     waiting = [run for run in runs if run.key not in present]
+    for run in runs:
+        if run.key in present:  # a grid that was killed may have left its checkpoint
+            remove_checkpoint(run, store.path)
     progress = Progress(total=len(runs), done=len(runs) - len(waiting))
     if not waiting:
         progress.log(f"all {len(runs)} runs are in {store.path}")
@@ -154,9 +168,6 @@ def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, wo
                     failures.append(f"{run.name}: {result.error}")
                 elif result.row is not None:
                     store.append(result.row)  # if the worker shares no file system with this process
-                    remove_stale_temps(checkpoint_of(run, store.path))
-                    for suffix in (".pt", ".lock"):
-                        checkpoint_of(run, store.path).with_suffix(suffix).unlink(missing_ok=True)
                 progress.complete(run, result)
     except KeyboardInterrupt:
         left = len(runs) - progress.done
