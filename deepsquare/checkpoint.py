@@ -24,7 +24,7 @@ from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.surgery import PREFIX, check_intact, equip_record, fold, is_folded, refuse_inner, unwrap
+from deepsquare.surgery import PREFIX, equip_record, fold, intact_record, is_folded, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -64,9 +64,7 @@ def save(
     prediction read it from the file. The file is written to a temporary path and renamed, so it is never incomplete.
     """
     model = unwrap(model)
-    record = equip_record(model)
-    refuse_inner(model)
-    check_intact(model)
+    record = intact_record(model)
     config: ModelConfig | None = getattr(model, "deepsquare_config", None)
     header = Header(
         name=config.name if config else None,

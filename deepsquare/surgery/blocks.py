@@ -8,8 +8,7 @@ one by one (hooks, compilers, exporters), run the block's original ``forward``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -20,41 +19,16 @@ from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
 from deepsquare.surgery.insertion import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass
 
-Branch = Callable[[Any, Tensor], Tensor]
 EXCITATION = PREFIX + "excitation"
 
-
-def _torchvision_basic(block: Any, x: Tensor) -> Any:
-    return block.conv2(block.relu(block.bn1(block.conv1(x))))
-
-
-def _torchvision_bottleneck(block: Any, x: Tensor) -> Any:
-    x = block.relu(block.bn1(block.conv1(x)))
-    return block.conv3(block.relu(block.bn2(block.conv2(x))))
-
-
-def _timm_basic(block: Any, x: Tensor) -> Any:
-    x = block.aa(block.act1(block.drop_block(block.bn1(block.conv1(x)))))
-    return block.conv2(x)
-
-
-def _timm_bottleneck(block: Any, x: Tensor) -> Any:
-    x = block.act1(block.bn1(block.conv1(x)))
-    return block.conv3(block.aa(block.act2(block.drop_block(block.bn2(block.conv2(x))))))
-
-
-# By module and name, as neither library is imported for it: the main branch up to the last normalization, the names of
-# that normalization and of the last ReLU.
-BRANCHES: dict[tuple[str, str], tuple[Branch, str, str]] = {
-    ("torchvision.models.resnet", "BasicBlock"): (_torchvision_basic, "bn2", "relu"),
-    ("torchvision.models.resnet", "Bottleneck"): (_torchvision_bottleneck, "bn3", "relu"),
-    ("timm.models.resnet", "BasicBlock"): (_timm_basic, "bn2", "act2"),
-    ("timm.models.resnet", "Bottleneck"): (_timm_bottleneck, "bn3", "act3"),
+# By module and name of the class, as neither library is imported for it: the layers of the main branch, of which the
+# last is the normalization that the excitation is attached to, and the ReLU after the addition.
+BRANCHES: dict[tuple[str, str], tuple[str, str]] = {
+    ("torchvision.models.resnet", "BasicBlock"): ("conv1 bn1 relu conv2 bn2", "relu"),
+    ("torchvision.models.resnet", "Bottleneck"): ("conv1 bn1 relu conv2 bn2 relu conv3 bn3", "relu"),
+    ("timm.models.resnet", "BasicBlock"): ("conv1 bn1 drop_block act1 aa conv2 bn2", "act2"),
+    ("timm.models.resnet", "Bottleneck"): ("conv1 bn1 act1 conv2 bn2 drop_block act2 aa conv3 bn3", "act3"),
 }
-
-
-def _key(block_class: type[nn.Module]) -> tuple[str, str]:
-    return block_class.__module__, block_class.__qualname__
 
 
 class FusedBlock(DynamicSubclass):
@@ -62,36 +36,38 @@ class FusedBlock(DynamicSubclass):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of the block."""
-        fused = kernels.backend_for(x)
-        if fused is None:
-            return self._as_written(x)
-        branch, norm_name, relu_name = BRANCHES[_key(self.deepsquare_base)]
-        norm, relu = self._modules[norm_name], self._modules[relu_name]
-        if not _can_fuse(self, norm, relu):
-            return self._as_written(x)
+        backend = kernels.backend_for(x)
+        if backend is None or not _can_fuse(self):
+            out: Tensor = super().forward(x)
+            return out
+        *names, norm_name = _branch(self.deepsquare_base)[0]
+        branch = x
+        for name in names:
+            branch = self._modules[name](branch)  # type: ignore[misc]
+        norm = self._modules[norm_name]
         assert isinstance(norm, WithInserted)
-        inside = norm.base_forward(branch(self, x))
+        branch = norm.deepsquare_base.forward(norm, branch)  # without the inserted excitation
         downsample = self._modules.get("downsample")
-        residual = x if downsample is None else downsample(x)
-        excitation: SquareExcitation = getattr(norm, EXCITATION)
-        residual = residual.to(inside.dtype)
-        known = type(residual) is Tensor and residual.shape == inside.shape and fused.supports(inside)
+        residual = (x if downsample is None else downsample(x)).to(branch.dtype)
+        alpha = getattr(norm, EXCITATION).alpha
+        known = type(residual) is Tensor and residual.shape == branch.shape and backend.supports(branch)
         if known and not torch.is_grad_enabled():  # skips the checks: for one image, Python's time counts
-            forward = kernels.SquareExcitationAddReLU.forward
-            return forward(fused, inside, excitation.alpha, residual, inplace=True)
-        return DF.square_excitation_add_relu(inside, excitation.alpha, residual, inplace=True)  # as the block's own end
+            return kernels.SquareExcitationAddReLU.forward(backend, branch, alpha, residual, inplace=True)
+        return DF.square_excitation_add_relu(branch, alpha, residual, inplace=True)  # in place, as the block's own end
 
-    def _as_written(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y
+
+@cache
+def _branch(block_class: type[nn.Module]) -> tuple[tuple[str, ...], str]:
+    layers, relu = BRANCHES.get((block_class.__module__, block_class.__qualname__), ("", ""))
+    return tuple(layers.split()), relu
 
 
 def fuse_blocks(model: nn.Module) -> None:
     """Let every block of ``BRANCHES`` that ends with Square-Excitation run its end in one pass."""
     for block in model.modules():
-        _, norm_name, _ = BRANCHES.get(_key(type(block)), (None, "", ""))
+        layers, _ = _branch(type(block))
         plain = not isinstance(block, DynamicSubclass)  # nothing is inserted at the block itself
-        if plain and norm_name and hasattr(getattr(block, norm_name), EXCITATION):
+        if plain and layers and hasattr(getattr(block, layers[-1]), EXCITATION):
             block.__class__ = dynamic_subclass(FusedBlock, type(block))
 
 
@@ -102,18 +78,21 @@ def unfuse_blocks(model: nn.Module) -> None:
             block.__class__ = block.deepsquare_base  # type: ignore[assignment]
 
 
-def _can_fuse(block: nn.Module, norm: nn.Module | None, relu: nn.Module | None) -> bool:
+def _can_fuse(block: FusedBlock) -> bool:
     """Runs at every call: modules are looked up in ``_modules``, not through the slower ``__getattr__``."""
+    layers, relu_name = _branch(block.deepsquare_base)
+    parts = block._modules
+    norm, relu = parts[layers[-1]], parts[relu_name]
     if not isinstance(norm, WithInserted) or type(relu) is not nn.ReLU:
         return False
-    inserted, parts = norm._modules.get(EXCITATION), block._modules
+    excitation = norm._modules.get(EXCITATION)
     return (
-        type(inserted) is SquareExcitation
+        type(excitation) is SquareExcitation
         and len(norm.deepsquare_inserted) == 1
         and parts.get("se") is None  # timm's blocks may have these two in between
         and parts.get("drop_path") is None
         and not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and not (_is_watched(norm) or _is_watched(inserted) or _is_watched(relu))
+        and not (_is_watched(norm) or _is_watched(excitation) or _is_watched(relu))
     )
 
 

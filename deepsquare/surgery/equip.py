@@ -11,7 +11,6 @@ from torch import nn
 from deepsquare.surgery import head
 from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
-from deepsquare.surgery.head import Patch
 from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
 from deepsquare.surgery.reset_gammas import refuse_zero_convolutions, reset_gammas, restore_gammas, warn_reset
 from deepsquare.surgery.site import Site, Sites
@@ -24,21 +23,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class EquipRecord:
-    """What ``equip`` did to a model; kept on the model as ``deepsquare_record``.
+    """What ``equip`` did to a model; kept on the model as ``deepsquare_record``."""
 
-    Attributes:
-        spec: the spec in its canonical spelling.
-        dropout: the ratio before the last fully connected layer, or ``None`` if it was not set.
-        sites: all sites of the base model, each with the term that fills it.
-        reset_gammas: the parameters (γ of a normalization) that were set from 0 to 1.
-        patches: the changes to the base model itself, in order: strides, a wider layer, a dropout ratio.
-    """
-
-    spec: str
-    dropout: float | None
-    sites: Sites
-    reset_gammas: tuple[str, ...] = ()
-    patches: tuple[Patch, ...] = ()
+    spec: str  # in its canonical spelling
+    dropout: float | None  # the ratio before the last fully connected layer; None if it was not set
+    sites: Sites  # of the base model, each with the term that fills it
+    reset_gammas: tuple[str, ...]  # the parameters (γ of a normalization) that were set from 0 to 1
+    patches: tuple[head.Patch, ...]  # changes to the base model in order: strides, a wider layer, a dropout ratio
 
 
 def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape: Sequence[int] | None = None) -> Model:
@@ -56,20 +47,18 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     """
     terms = parse_spec(spec)
     _refuse_wrapped_and_folded(model)
-    record = equip_record(model)
+    record = intact_record(model)
     if record is not None:
-        check_intact(model)
         if (set(parse_spec(record.spec)), record.dropout) == (set(terms), dropout):
             return model
         raise ValueError(
             f"{type(model).__name__} is already equipped with {record.spec!r} (dropout={record.dropout}), so it "
             f"cannot take {format_spec(terms)!r} (dropout={dropout}); call unequip(model) first"
         )
-    refuse_inner(model)
     if not terms and dropout is None:
         return model
     graph = trace(model, input_shape)
-    patches: list[Patch] = []
+    patches: list[head.Patch] = []
     try:
         record = _insert_terms(model, terms, dropout, graph, patches)
         model.deepsquare_record = record  # type: ignore[assignment]
@@ -82,10 +71,10 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
 
 
 def _insert_terms(
-    model: nn.Module, terms: Sequence[Term], dropout: float | None, graph: Graph, patches: list[Patch]
+    model: nn.Module, terms: Sequence[Term], dropout: float | None, graph: Graph, patches: list[head.Patch]
 ) -> EquipRecord:
     """Equip the model; ``patches`` receives each change of a base module as soon as it is made."""
-    if any(term.dense for term in terms):
+    if any(term.option("dense") for term in terms):
         patches += head.make_dense(model, graph)
         graph = head.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
     sites = find_sites(model, graph)
@@ -109,7 +98,29 @@ def _insert_terms(
     return EquipRecord(format_spec(terms), dropout, filled, names, tuple(patches))
 
 
-def _remove_terms(model: nn.Module, patches: Sequence[Patch]) -> None:
+def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
+    """The term for each site that is to be filled."""
+    assigned: dict[Site, Term] = {}
+    for term in terms:
+        kind = term.technique.kind
+        if term.after is not None or kind is None:
+            chosen = [named_site(model, graph, term.after or "", term.name)]
+        elif candidates := sites.of_kind(kind):
+            chosen = term.choose(candidates)
+        else:
+            hint = f". {term.name}(after='…') acts after a module you name" if "after" in term.technique.options else ""
+            raise ValueError(
+                f"{type(model).__name__} has no {kind} site for the term {term.name!r}: {sites.missing[kind]}. "
+                f"Its sites: {sites.summary()}{hint}"
+            )
+        for site in chosen:
+            if site in assigned:
+                raise ValueError(f"the terms {assigned[site]} and {term} both fill {site.path}; keep one of them")
+            assigned[site] = term
+    return assigned
+
+
+def _remove_terms(model: nn.Module, patches: Sequence[head.Patch]) -> None:
     unfuse_blocks(model)
     remove_inserted(model)
     head.revert(model, patches)
@@ -127,9 +138,43 @@ def unequip(model: Model) -> Model:
     return model
 
 
+def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
+    """Every site of ``model``, with the term that fills it once the model is equipped."""
+    record = intact_record(model)
+    if record is not None:
+        return record.sites
+    model = unwrap(model)
+    return find_sites(model, trace(model, input_shape))
+
+
 def equip_record(model: nn.Module) -> EquipRecord | None:
     """The record of ``model`` (or of the model that DDP, EMA or ``torch.compile`` wrapped), if it is equipped."""
     return getattr(unwrap(model), "deepsquare_record", None)
+
+
+def intact_record(model: nn.Module, *, allow_inner: bool = False) -> EquipRecord | None:
+    """As :func:`equip_record`; refuses a model in which a module at a site was replaced after ``equip``.
+
+    It also refuses a model that contains an equipped one, since only the inner model has the record of its sites;
+    ``allow_inner`` accepts that.
+    """
+    record, name = equip_record(model), type(unwrap(model)).__name__
+    modules = dict(unwrap(model).named_modules())
+    if record is None:
+        inner = next((path for path, module in modules.items() if isinstance(module, WithInserted)), None)
+        if inner is not None and not allow_inner:
+            raise ValueError(f"{name} has an equipped model inside ({inner}, …); use that one instead")
+        return None
+    expected = {f"{site.path}.{PREFIX}{site.term.split('(')[0]}": site.term for site in record.sites if site.term}
+    if record.dropout is not None and not record.sites.dropout:
+        expected[f"{record.sites.classifier}.{PREFIX}dropout"] = "dropout"
+    for path, term in expected.items():
+        if path not in modules:
+            raise ValueError(
+                f"{path.rpartition('.')[0]} has lost its {term}: the module was replaced after equip. Change the model "
+                "first, then equip it"
+            )
+    return record
 
 
 def is_folded(model: nn.Module) -> bool:
@@ -145,43 +190,6 @@ def _refuse_wrapped_and_folded(model: nn.Module) -> None:
         raise ValueError(f"this {name} is folded, which cannot be undone; use the model that was folded")
 
 
-def sites(model: nn.Module, input_shape: Sequence[int] | None = None) -> Sites:
-    """Every site of ``model``, with the term that fills it once the model is equipped."""
-    refuse_inner(model)
-    check_intact(model)
-    record = equip_record(model)
-    if record is not None:
-        return record.sites
-    model = unwrap(model)
-    return find_sites(model, trace(model, input_shape))
-
-
-def refuse_inner(model: nn.Module) -> None:
-    """Refuse a model that contains an equipped one: only the inner model has the record of its sites."""
-    model = unwrap(model)
-    if equip_record(model) is None:
-        inner = next((path for path, module in model.named_modules() if isinstance(module, WithInserted)), None)
-        if inner is not None:
-            raise ValueError(f"{type(model).__name__} has an equipped model inside ({inner}, …); use that one instead")
-
-
-def check_intact(model: nn.Module) -> None:
-    """Refuse a model in which a module at a site was replaced after ``equip``, and the inserted module with it."""
-    record = equip_record(model)
-    if record is None:
-        return
-    expected = {f"{site.path}.{PREFIX}{site.term.split('(')[0]}": site.term for site in record.sites if site.term}
-    if record.dropout is not None and not record.sites.dropout:
-        expected[f"{record.sites.classifier}.{PREFIX}dropout"] = "dropout"
-    names = dict(unwrap(model).named_modules())
-    for path, term in expected.items():
-        if path not in names:
-            raise ValueError(
-                f"{path.rpartition('.')[0]} has lost its {term}: the module was replaced after equip. Change the model "
-                "first, then equip it"
-            )
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside ``DistributedDataParallel``, ``AveragedModel``, timm's EMA or a compiled model.
 
@@ -192,28 +200,3 @@ def unwrap(model: nn.Module) -> nn.Module:
     while list(model._modules) in (["module"], ["_orig_mod"]):
         (model,) = model.children()
     return model
-
-
-def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
-    """The term for each site that is to be filled."""
-    assigned: dict[Site, Term] = {}
-    for term in terms:
-        for site in _sites_for(model, term, graph, sites):
-            if site in assigned:
-                raise ValueError(f"the terms {assigned[site]} and {term} both fill {site.path}; keep one of them")
-            assigned[site] = term
-    return assigned
-
-
-def _sites_for(model: nn.Module, term: Term, graph: Graph, sites: Sites) -> list[Site]:
-    kind = term.technique.kind
-    if term.after is not None or kind is None:
-        return [named_site(model, graph, term.after or "", term.name)]
-    candidates = sites.of_kind(kind)
-    if not candidates:
-        hint = f". {term.name}(after='…') acts after a module you name" if "after" in term.technique.options else ""
-        raise ValueError(
-            f"{type(model).__name__} has no {kind} site for the term {term.name!r}: {sites.missing[kind]}. "
-            f"Its sites: {sites.summary()}{hint}"
-        )
-    return term.choose(candidates)

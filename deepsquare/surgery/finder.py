@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from torch import nn
@@ -19,51 +21,56 @@ AVERAGES = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_poo
 
 @dataclass(frozen=True)
 class _Block:
-    """A merge of a main branch (ending in node ``main``) with a shortcut; ``region`` is the main branch."""
+    """A merge of a main branch with a shortcut.
+
+    ``main`` is the last node of the main branch, ``region`` all of its nodes, ``path`` the module that contains them.
+    """
 
     merge: Node
     main: int
     region: tuple[Node, ...]
+    path: str
+
+    def __str__(self) -> str:
+        return f"block {self.path or '(the model itself)'}"
 
 
 def find_sites(model: nn.Module, graph: Graph) -> Sites:
     """All sites of ``model``, whose data flow is ``graph``; refuses transformers and others that are not CNNs."""
     blocks = _blocks(graph)
     _refuse_other_networks(model, graph, blocks)
-    results: dict[Kind, list[Site] | str] = {"pooling": _pooling(graph), "logits": _logits(graph)}
-    for kind, find in BLOCK_SITES.items():
-        in_blocks = [find(graph, block) for block in blocks]
-        reasons = [result for result in in_blocks if isinstance(result, str)]
-        # By path: in a dual path network one main branch serves an addition and a concatenation.
-        by_path = {site.path: site for result in in_blocks if not isinstance(result, str) for site in result}
-        results[kind] = reasons[0] if reasons else _by_stage(list(by_path.values())) or NO_BLOCKS
+    results: dict[Kind, list[Site] | str] = {
+        "pooling": _pooling(graph),
+        "logits": _logits(graph),
+        "branch_end": _in_blocks([_branch_end(graph, block) for block in blocks]),
+        "last_spatial_conv": _in_blocks([_last_spatial_convs(graph, block) for block in blocks]),
+    }
     sites = tuple(site for result in results.values() if not isinstance(result, str) for site in result)
     missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
     return Sites(sites, missing, graph.input_shape, *_classifier(graph))
 
 
-def _by_stage(sites: list[Site]) -> list[Site]:
-    """The sites in blocks, with their stages numbered."""
-    numbered: list[Site] = []
-    for site in sites:
-        stage = numbered[-1].stage if numbered else 0
-        same = bool(numbered) and numbered[-1].shape == site.shape
-        numbered.append(replace(site, stage=stage + (not same)))
-    return numbered
+def _in_blocks(results: list[list[Site] | str]) -> list[Site] | str:
+    """The sites of all blocks, with their stages numbered; or why a block has none."""
+    # By path: in a dual path network one main branch serves an addition and a concatenation.
+    by_path: dict[str, Site] = {}
+    for result in results:
+        if isinstance(result, str):
+            return result
+        by_path |= {site.path: site for site in result}
+    groups = groupby(by_path.values(), key=lambda site: site.shape)
+    return [replace(site, stage=stage) for stage, (_, group) in enumerate(groups, 1) for site in group] or NO_BLOCKS
 
 
 def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
     """The output of the module that a term names."""
-    try:
+    module: nn.Module | None = None
+    with suppress(AttributeError):
         module = model.get_submodule(path) if path else None
-    except AttributeError:
-        module = None
     if module is None:
-        children = ", ".join(name for name, _ in model.named_children())
-        raise ValueError(
-            f"{type(model).__name__} has no module {path!r} for the term {term!r}; name one as in "
-            f"{term}(after='…'). Its children are: {children}"
-        )
+        name, children = type(model).__name__, ", ".join(dict(model.named_children()))
+        problem = f"{name} has no module {path!r}" if path else f"the term {term!r} needs the name of a module"
+        raise ValueError(f"{problem}; write {term}(after='…') with a module of {name}, whose children are: {children}")
     while isinstance(module, nn.Sequential) and len(module):  # an inserted child of a Sequential would be run by it
         name, module = list(module.named_children())[-1]
         path = f"{path}.{name}"
@@ -100,17 +107,16 @@ def last_strides(graph: Graph) -> list[str] | str:
     return paths or "no layer downsamples the map of the last stage"
 
 
-def reader_of_pooling(graph: Graph) -> str:
+def layer_after_pooling(graph: Graph) -> str:
     """The layer that reads the pooled values; raises where something else does."""
     pool = _pooling_node(graph)
     assert pool is not None, "there is a pooling site"
-    layers = [n for n in graph.nodes if n.is_layer and graph.depends(n.index, pool.index)]
-    if layers:
-        call = graph.calls[layers[0].call]
-        reads = [*_skip_views(graph, layers[0].inputs[0])]
+    layer = next((n for n in graph.nodes if n.is_layer and graph.depends(n.index, pool.index)), None)
+    if layer and pool.index in _skip_views(graph, layer.inputs[0]):
+        call = graph.calls[layer.call]
         fits = base_class(call.module) in (nn.Linear, nn.Conv2d) and getattr(call.module, "groups", 1) == 1
         fits = fits and isinstance(call.module._parameters.get("weight"), nn.Parameter)
-        if fits and pool.index in reads and graph.times_called[call.module] == 1:
+        if fits and graph.times_called[call.module] == 1:
             return call.path
     reader = next((n.op for n in graph.nodes if pool.index in n.inputs), "nothing")
     raise ValueError(
@@ -134,14 +140,8 @@ def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block])
 
 def _attachable(graph: Graph, node: int) -> Call | None:
     """The module whose output is ``node`` and to which a module can be attached: called once, not a container."""
-    usable = [
-        call
-        for call in graph.calls[1:]
-        if call.output == node
-        and call.path
-        and graph.times_called[call.module] == 1
-        and not isinstance(call.module, CONTAINERS)
-    ]
+    outputs = [call for call in graph.calls[1:] if call.output == node and graph.is_single(call)]
+    usable = [call for call in outputs if not isinstance(call.module, CONTAINERS)]
     producers = [call for call in usable if call.index == graph.nodes[node].call]
     # Else the first that returns it unchanged (nn.Identity, stochastic depth in eval mode); or one that contains it.
     identities = [call for call in usable if call.input == node]
@@ -183,7 +183,7 @@ def _classifier(graph: Graph) -> tuple[str, str]:
     return call.path, next(dropouts, "")
 
 
-NO_POOLING = "no global average pooling through which everything passes"
+NO_POOLING = "no global average pooling that every path to the output passes through"
 
 
 def _pooling_node(graph: Graph) -> Node | None:
@@ -200,8 +200,7 @@ def _pooling(graph: Graph) -> list[Site] | str:
         return "its global average pooling comes after the classifier"
     fixed = "avg_pool" in node.op and "adaptive" not in node.op
     owner = graph.calls[node.call]
-    once = owner.path and graph.times_called[owner.module] == 1
-    if once and owner.input in set(_skip_views(graph, source.index)):
+    if graph.is_single(owner) and owner.input in _skip_views(graph, source.index):
         return [_site(graph, "pooling", owner, "input", keeps_size=fixed)]
     # Functional pooling: pool at the output of the module before; averaging a 1×1 map then changes nothing.
     relu_first = source.op == "relu" and not _attachable(graph, source.index)
@@ -245,7 +244,7 @@ def _blocks(graph: Graph) -> list[_Block]:
         if block and any(n.is_spatial_conv for n in block.region) and not all(n.is_linear for n in block.region):
             candidates.setdefault(block.main, block)
     blocks = list(candidates.values())
-    return [block for block in blocks if not any(_loses_to(graph, block, other) for other in blocks)]
+    return [b for b in blocks if not any(other is not b and _loses_to(graph, b, other) for other in blocks)]
 
 
 def _split_branches(graph: Graph, merge: Node, first: int, second: int) -> _Block | None:
@@ -259,10 +258,13 @@ def _split_branches(graph: Graph, merge: Node, first: int, second: int) -> _Bloc
             return None
     regions = {end: tuple(graph.between(fork, end)) for end in (first, second)}
     convs = {end: sum(n.is_conv for n in region) for end, region in regions.items()}
-    main = max(convs, key=lambda end: convs[end])
     if convs[first] == convs[second]:
         return None
-    return _Block(merge, main, regions[main])
+    main = max(convs, key=lambda end: convs[end])
+    call = graph.nodes[main].call
+    while call > 0 and not all(graph.inside(n.call, call) or n.call == call for n in regions[main]):
+        call = graph.calls[call].parent
+    return _Block(merge, main, regions[main], graph.calls[call].path)
 
 
 def _loses_to(graph: Graph, block: _Block, other: _Block) -> bool:
@@ -273,8 +275,8 @@ def _loses_to(graph: Graph, block: _Block, other: _Block) -> bool:
     block wins if the same ``forward`` runs both (the steps within a Res2Net block), else the inner one (a residual
     block in a residual stage).
     """
-    inside = any(n.index == other.main for n in block.region) and other.main != block.main
-    around = any(n.index == block.main for n in other.region) and other.main != block.main
+    inside = graph.nodes[other.main] in block.region
+    around = graph.nodes[block.main] in other.region
     if not inside and not around:
         return False
     ends = [isinstance(_branch_end(graph, b), list) for b in (block, other)]
@@ -294,13 +296,13 @@ def _branch_end(graph: Graph, block: _Block) -> list[Site] | str:
         if current.op in ("mul", "div") and len(current.inputs) == 1:
             node = current.inputs[0]
         elif call := _attachable(graph, node):
-            return [_site(graph, "branch_end", call, "output", block=_block_path(graph, block))]
+            return [_site(graph, "branch_end", call, "output", block=block.path)]
         elif current.op in VIEWS and len(current.inputs) == 1:
             node = current.inputs[0]
         else:
             return (
-                f"the main branch of block {_block_path(graph, block) or '(the model itself)'} ends in {current.op}, "
-                "not in the output of a module that is used once; make that operation an nn.Module"
+                f"the main branch of {block} ends in {current.op}, not in the output of a module that is used once; "
+                "make that operation an nn.Module"
             )
 
 
@@ -310,25 +312,11 @@ def _last_spatial_convs(graph: Graph, block: _Block) -> list[Site] | str:
     sites = []
     for node in last:
         call = graph.calls[node.call]
-        reads = set(_skip_views(graph, node.inputs[0]))
-        if not call.path or graph.times_called[call.module] > 1 or call.input not in {*reads, -1}:  # -1: by keyword
+        reads = {*_skip_views(graph, node.inputs[0]), -1}  # -1: a convolution called by keyword
+        if not graph.is_single(call) or call.input not in reads:
             return (
-                f"the last spatial convolution of block {_block_path(graph, block) or '(the model itself)'} is not a "
-                "module that is used once; make it a separate nn.Conv2d"
+                f"the last spatial convolution of {block} is not a module that is used once; make it a separate "
+                "nn.Conv2d"
             )
-        sites.append(_site(graph, "last_spatial_conv", call, "input", block=_block_path(graph, block)))
+        sites.append(_site(graph, "last_spatial_conv", call, "input", block=block.path))
     return sites
-
-
-def _block_path(graph: Graph, block: _Block) -> str:
-    """The module that contains the whole main branch."""
-    call = graph.nodes[block.main].call
-    while call > 0 and not all(graph.inside(n.call, call) or n.call == call for n in block.region):
-        call = graph.calls[call].parent
-    return graph.calls[call].path
-
-
-BLOCK_SITES: dict[Kind, Callable[[Graph, _Block], list[Site] | str]] = {
-    "branch_end": _branch_end,
-    "last_spatial_conv": _last_spatial_convs,
-}

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
-from deepsquare.surgery.equip import FOLDED, check_intact, is_folded, unwrap
+from deepsquare.surgery.equip import FOLDED, intact_record, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
 from deepsquare.surgery.insertion import SITE, base_class
 from deepsquare.surgery.trace import VIEWS, Graph, trace
@@ -33,7 +33,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     model itself does not change.
     """
     model = unwrap(model)  # type: ignore[assignment]
-    check_intact(model)
+    intact_record(model, allow_inner=True)
     if model.training:
         raise ValueError("fold returns the inference form of a model; call fold(model.eval())")
     if is_folded(model):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.surgery.finder import last_strides, reader_of_pooling
+from deepsquare.surgery.finder import last_strides, layer_after_pooling
 from deepsquare.surgery.insertion import insert
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.trace import Graph, trace
@@ -65,7 +65,7 @@ def widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list
     width = getattr(module, "out_channels", site.channels)
     if site.kind != "pooling" or width == site.channels:
         return []
-    path = reader_of_pooling(graph)
+    path = layer_after_pooling(graph)
     layer = model.get_submodule(path)
     size = "in_features" if isinstance(layer, nn.Linear) else "in_channels"
     weight = layer.get_parameter("weight")

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from deepsquare.surgery.site import Site
+from deepsquare.surgery.trace import float_tensor
 
 PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
@@ -22,9 +23,8 @@ SITE = "deepsquare_site"
 
 def insert(model: nn.Module, site: Site, term: str, module: nn.Module) -> None:
     """Let ``module`` act at ``site`` of ``model``, in the model's precision, on its device and in its mode."""
-    anchor = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if anchor is not None:
-        module.to(device=anchor.device, dtype=anchor.dtype)
+    anchor = float_tensor(model)
+    module.to(device=anchor.device, dtype=anchor.dtype)
     setattr(module, SITE, site)
     register_hook()  # which does the rest
     model.get_submodule(site.path).add_module(PREFIX + term, module.train(model.training))
@@ -45,15 +45,11 @@ class DynamicSubclass(nn.Module):
         return _new, (self.deepsquare_mixin, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
 
 
-_classes: dict[tuple[type[DynamicSubclass], type[nn.Module]], type[DynamicSubclass]] = {}
-
-
+@cache
 def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
     """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
-    if (mixin, base) not in _classes:
-        names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
-        _classes[mixin, base] = type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
-    return _classes[mixin, base]
+    names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+    return type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
 
 
 def _new(mixin: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
@@ -75,11 +71,6 @@ class WithInserted(DynamicSubclass):
             first = next(iter(kwargs))
             kwargs = {**kwargs, first: self._run_all("input", kwargs[first])}
         return self._run_all("output", super().forward(*args, **kwargs))
-
-    def base_forward(self, x: Tensor) -> Tensor:
-        """The ``forward`` of the base class, without the inserted modules."""
-        y: Tensor = super().forward(x)
-        return y
 
     def _run_all(self, at: str, x: Tensor) -> Tensor:
         for name, position in self.deepsquare_inserted.items():

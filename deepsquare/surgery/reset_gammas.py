@@ -1,7 +1,7 @@
 """Blocks whose last γ is initialized at zero (``zero_init_residual``), which Square-Excitation could not train.
 
-NOTE not in paper: a branch that starts at F = 0 has G = 0 and s = 0, and d(s·F)/dF = 0: neither γ nor α would ever get
-a gradient. So γ is set to 1. A trained γ of zero does no harm, as β has moved and with it F.
+NOTE not in paper: where γ and the bias are 0 the branch is F = 0, so G = 0, s = 0 and d(s·F)/dF = 0: neither γ nor α
+would ever get a gradient. So γ is set to 1. A zero γ beside a nonzero bias (a trained one) gives F ≠ 0 and is kept.
 """
 
 from __future__ import annotations

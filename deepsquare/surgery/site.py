@@ -20,36 +20,18 @@ KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv
 
 @dataclass(frozen=True)
 class Site:
-    """A position in the data flow of a model at which a module can be inserted.
+    """A position in the data flow of a model at which a module can be inserted."""
 
-    Attributes:
-        kind: which of the four kinds, or ``named`` for a module that the spec names.
-        path: the module it is attached to, as in ``model.get_submodule(path)``.
-        position: whether the inserted module acts on that module's input or on its output.
-        shape: the tensor it acts on, without the batch, for the traced input size.
-        channel_dim: where the channels are in that tensor, counted with the batch.
-        block: for the two kinds inside building blocks, the path of the block.
-        stage: for the same two, the number of the stage: successive blocks whose maps have one shape.
-        relu_first: a functional ReLU follows that module before the pooling; it is applied before the inserted module.
-        keeps_size: the pooling that follows has a fixed window, so the pooled value is expanded to the map's size.
-        term: the term of the spec that fills the site, ``""`` while it is free.
-    """
-
-    kind: Kind
-    path: str
-    position: Literal["input", "output"]
-    shape: tuple[int, ...]
-    channel_dim: int = 1
-    block: str = ""
-    stage: int = 0
-    relu_first: bool = False
-    keeps_size: bool = False
-    term: str = ""
-
-    @property
-    def pools_early(self) -> bool:
-        """Whether the inserted module pools the output of the module before the pooling, which is not a module."""
-        return self.kind == "pooling" and self.position == "output"
+    kind: Kind  # "named" for a module that the spec names
+    path: str  # the module it is attached to, as in model.get_submodule(path)
+    position: Literal["input", "output"]  # whether the inserted module acts on that module's input or on its output
+    shape: tuple[int, ...]  # of the tensor it acts on, without the batch, for the traced input size
+    channel_dim: int = 1  # where the channels are in that tensor, counted with the batch
+    block: str = ""  # for the two kinds inside building blocks, the path of the block
+    stage: int = 0  # for the same two, the number of the stage: successive blocks whose maps have one shape
+    relu_first: bool = False  # the model calls F.relu on that module's output before it pools: so does the insertion
+    keeps_size: bool = False  # the model's pooling has a fixed window: the pooled value is expanded to the map's size
+    term: str = ""  # the term of the spec that fills the site; empty while it is free
 
     @property
     def channels(self) -> int:
@@ -64,21 +46,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model.
-
-    Attributes:
-        sites: every site, block by block.
-        missing: for each kind that the model does not have, the reason.
-        input_shape: shape of one input, without the batch, that the model was traced with.
-        classifier: the path of the last fully connected layer, or ``""``.
-        dropout: the path of the model's own dropout layer directly before it, or ``""``.
-    """
+    """The sites of a model, block by block."""
 
     sites: tuple[Site, ...]
-    missing: dict[Kind, str]
-    input_shape: tuple[int, ...]
-    classifier: str = ""
-    dropout: str = ""
+    missing: dict[Kind, str]  # for each kind that the model does not have, the reason
+    input_shape: tuple[int, ...]  # of one input, without the batch, that the model was traced with
+    classifier: str = ""  # the path of the last fully connected layer, if there is one
+    dropout: str = ""  # the path of the model's own dropout layer directly before it, if there is one
 
     def of_kind(self, kind: Kind) -> list[Site]:
         """The sites of one kind."""
@@ -104,6 +78,7 @@ class Sites:
         for site in self:
             size = "×".join(map(str, site.shape))
             line = f"{site.kind:<18} {site.position:>6} of {site.path:<32} {size:<14} {site.term}".rstrip()
-            lines.append(line + ("  (pools here: the pooling itself is not a module)" if site.pools_early else ""))
+            functional = site.kind == "pooling" and site.position == "output"
+            lines.append(line + ("  (pools here: the pooling itself is not a module)" if functional else ""))
         lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
         return "\n".join(lines)

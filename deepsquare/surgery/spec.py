@@ -7,6 +7,7 @@ rebuild its model.
 from __future__ import annotations
 
 import ast
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from deepsquare.surgery.techniques import BASELINES, TECHNIQUES, Technique
 
 ALIASES = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
 """GSoP-Net1 and GSoP-Net2, and the specs they stand for."""
+COUNTS = ("size", "reduction", "components", "iterations")  # options that are at least 1
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,6 @@ class Term:
         after: str = self.option("after", "")
         return after if after or self.technique.kind is None else None
 
-    @property
-    def dense(self) -> bool:
-        """Whether the last stage of the network gets stride 1."""
-        return bool(self.option("dense", False))
-
     def choose(self, sites: Sequence[Site]) -> list[Site]:
         """Those sites of its kind that the term fills."""
         if not self.technique.stage_ends:
@@ -60,18 +57,17 @@ class Term:
             shape = "×".join(map(str, site.shape))
             raise ValueError(f"the term {self} takes maps with height and width; {site.path} gives {shape}")
         try:
+            for name, value in self.options:
+                if name in COUNTS and value < 1:
+                    raise ValueError(f"{name} is {value}; expected at least 1")
             return self.technique.build(site, **dict(self.options))
         except (TypeError, ValueError) as error:
             raise ValueError(f"the term {self} of the spec: {error}") from error
 
     def __str__(self) -> str:
-        options = ", ".join(f"{key}={_format_value(value)}" for key, value in self.options)
+        whole = {key: int(value) for key, value in self.options if isinstance(value, float) and value.is_integer()}
+        options = ", ".join(f"{key}={whole.get(key, value)!r}" for key, value in self.options)  # 2, not 2.0
         return f"{self.name}({options})" if options else self.name
-
-
-def _format_value(value: Any) -> str:
-    """2, not 2.0."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else repr(value)
 
 
 def parse_spec(spec: str) -> tuple[Term, ...]:
@@ -84,20 +80,14 @@ def parse_spec(spec: str) -> tuple[Term, ...]:
         tree: ast.expr = ast.parse(spec.strip(), mode="eval").body
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
-    terms = [term for part in _summands(tree) for term in _parse_terms(part, spec)]
+    terms = _parse_sum(tree, spec)
     _refuse_clashes(terms, spec)
-    return tuple(terms)
+    return terms
 
 
 def format_spec(terms: Sequence[Term]) -> str:
     """The spec of ``terms``, in its one canonical spelling."""
     return "+".join(map(str, terms))
-
-
-def _summands(tree: ast.expr) -> list[ast.expr]:
-    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        return _summands(tree.left) + _summands(tree.right)
-    return [tree]
 
 
 def _not_a_spec(spec: str, reason: str) -> ValueError:
@@ -107,7 +97,9 @@ def _not_a_spec(spec: str, reason: str) -> ValueError:
     )
 
 
-def _parse_terms(tree: ast.expr, spec: str) -> tuple[Term, ...]:
+def _parse_sum(tree: ast.expr, spec: str) -> tuple[Term, ...]:
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        return _parse_sum(tree.left, spec) + _parse_sum(tree.right, spec)
     if isinstance(tree, ast.Name) and tree.id in ALIASES:
         return parse_spec(ALIASES[tree.id])
     return (_parse_term(tree, spec),)
@@ -121,8 +113,9 @@ def _parse_term(tree: ast.expr, spec: str) -> Term:
     if name not in TECHNIQUES:
         if name in ALIASES:
             raise ValueError(f"{name} takes no options; write {ALIASES[name]}, which it stands for, with options")
-        names = ", ".join((*TECHNIQUES, *ALIASES))
-        raise ValueError(f"unknown term {name!r} in the spec {spec!r}; the terms are: {names}")
+        names = (*TECHNIQUES, *ALIASES)
+        hint = "".join(f" (did you mean {near!r}?)" for near in difflib.get_close_matches(name.lower(), names, n=1))
+        raise ValueError(f"unknown term {name!r} in the spec {spec!r}{hint}; the terms are: {', '.join(names)}")
     known = TECHNIQUES[name].options
     takes = f"{name} takes " + (", ".join(f"{k}={v!r}" for k, v in known.items()) or "no options")
     if call.args:
@@ -152,7 +145,7 @@ def _value(keyword: ast.keyword, default: Any, spec: str) -> Any:
     return value
 
 
-def _refuse_clashes(terms: list[Term], spec: str) -> None:
+def _refuse_clashes(terms: Sequence[Term], spec: str) -> None:
     """One term per site: two poolings cannot both pool, and squaring twice at one site is a fourth power."""
     names: dict[Any, str] = {}
     for term in terms:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,20 +18,16 @@ from deepsquare.surgery.site import Kind, Site
 class Technique:
     """What a term of a spec names.
 
-    Attributes:
-        title: the name in the literature.
-        kind: the sites it fills, unless the option ``after`` names a module; ``None`` if ``after`` is required.
-        build: builds the module for a site; its keyword-only arguments are the options of the term.
-        stage_ends: it fills only the last site of each stage.
-        needs_nonzero_branch: the module multiplies its input by a statistic of it, so that a branch that starts at
-            zero gets no gradient and stays at zero.
+    ``build`` returns the module for a site. Its keyword-only arguments are the options of the term, of which surgery
+    itself reads ``after`` (a module to act after), ``last`` (whether the last stage is filled too) and ``dense``
+    (whether the last stage gets stride 1).
     """
 
-    title: str
-    kind: Kind | None
+    title: str  # in the literature
+    kind: Kind | None  # of the sites it fills, unless ``after`` names a module; None if ``after`` is required
     build: Callable[..., nn.Module]
-    stage_ends: bool = False
-    needs_nonzero_branch: bool = False
+    stage_ends: bool = False  # it fills only the last site of each stage
+    needs_nonzero_branch: bool = False  # a branch that starts at zero would get no gradient from it, and stay at zero
 
     @property
     def options(self) -> dict[str, Any]:
@@ -41,20 +36,10 @@ class Technique:
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; expected at least 1")
-    return value
-
-
-def _moment(order: int, site: Site) -> nn.Module:
-    return dsnn.MomentPooling(order, keepdim=True)
-
-
 def _se(site: Site, *, reduction: int = 16, after: str = "") -> nn.Module:
     from torchvision.ops import SqueezeExcitation
 
-    module: nn.Module = SqueezeExcitation(site.channels, max(1, site.channels // _positive("reduction", reduction)))
+    module: nn.Module = SqueezeExcitation(site.channels, max(1, site.channels // reduction))
     return module
 
 
@@ -63,25 +48,15 @@ def _ge_theta(site: Site, *, extent: int = 0, after: str = "") -> nn.Module:
 
 
 def _ge_theta_plus(site: Site, *, extent: int = 0, reduction: int = 16, after: str = "") -> nn.Module:
-    reduction = _positive("reduction", reduction)
     return baselines.GatherExcite(site.channels, site.spatial, extent=extent, learned=True, reduction=reduction)
 
 
-# ``last`` and ``dense`` are options of the spec; surgery reads them, not the module.
 def _gsop(site: Site, *, size: int = 128, last: bool = True, dense: bool = False) -> nn.Module:
-    return baselines.GSoP(site.channels, _positive("size", size), stride=2 if site.stage == 1 else 1)
-
-
-def _mpn_cov(site: Site, *, size: int = 256, dense: bool = True) -> nn.Module:
-    return baselines.CovariancePooling(site.channels, _positive("size", size))
+    return baselines.GSoP(site.channels, size, stride=2 if site.stage == 1 else 1)
 
 
 def _isqrt_cov(site: Site, *, size: int = 256, iterations: int = 5, dense: bool = True) -> nn.Module:
-    return baselines.CovariancePooling(site.channels, _positive("size", size), _positive("iterations", iterations))
-
-
-def _fisher(site: Site, *, components: int = 16, size: int = 64) -> nn.Module:
-    return baselines.FisherVector(site.channels, _positive("components", components), _positive("size", size))
+    return baselines.CovariancePooling(site.channels, size, iterations)
 
 
 BASELINES: dict[str, Technique] = {
@@ -94,19 +69,23 @@ BASELINES: dict[str, Technique] = {
     "ge_theta": Technique("Gather-Excite (GE-θ)", "branch_end", _ge_theta),
     "ge_theta_plus": Technique("Gather-Excite with a squeeze (GE-θ⁺)", "branch_end", _ge_theta_plus),
     "gsop": Technique("The block of GSoP-Net", "branch_end", _gsop, stage_ends=True),
-    "mpn_cov": Technique("MPN-COV", "pooling", _mpn_cov),
+    "mpn_cov": Technique(
+        "MPN-COV", "pooling", lambda site, *, size=256, dense=True: baselines.CovariancePooling(site.channels, size)
+    ),
     "isqrt_cov": Technique("iSQRT-COV", "pooling", _isqrt_cov),
     "bilinear": Technique(
-        "Bilinear pooling",
-        "pooling",
-        lambda site, *, size=128: baselines.BilinearPooling(site.channels, _positive("size", size)),
+        "Bilinear pooling", "pooling", lambda site, *, size=128: baselines.BilinearPooling(site.channels, size)
     ),
     "compact_bilinear": Technique(
         "Compact bilinear pooling",
         "pooling",
-        lambda site, *, size=8192: baselines.CompactBilinearPooling(site.channels, _positive("size", size)),
+        lambda site, *, size=8192: baselines.CompactBilinearPooling(site.channels, size),
     ),
-    "fisher": Technique("Fisher vector", "pooling", _fisher),
+    "fisher": Technique(
+        "Fisher vector",
+        "pooling",
+        lambda site, *, components=16, size=64: baselines.FisherVector(site.channels, components, size),
+    ),
 }
 """What the paper compares with."""
 
@@ -136,8 +115,10 @@ TECHNIQUES: dict[str, Technique] = {
         lambda site, *, p=2.0, sigma=0.25: dsnn.LpPooling(p, sigma=sigma, keepdim=True),
     ),
     **{
-        f"moment{order}": Technique(f"Moment of order {order}", "pooling", partial(_moment, order))
-        for order in (3, 4, 5, 6)
+        f"moment{n}": Technique(
+            f"Moment of order {n}", "pooling", lambda site, order=n: dsnn.MomentPooling(order, keepdim=True)
+        )
+        for n in (3, 4, 5, 6)
     },
     **BASELINES,
 }

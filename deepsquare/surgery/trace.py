@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +89,7 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     ancestors: list[int] = field(default_factory=list)  # bit i of ancestors[n]: node n depends on node i
-    times_called: dict[nn.Module, int] = field(default_factory=dict)
+    times_called: Counter[nn.Module] = field(default_factory=Counter)
     output: int = -1
     input_shape: tuple[int, ...] = ()
 
@@ -98,7 +99,7 @@ class Graph:
 
     def between(self, start: int, end: int) -> list[Node]:
         """Nodes on the paths from ``start`` (exclusive) to ``end`` (inclusive)."""
-        inner = [self.nodes[i] for i in bits(self.ancestors[end]) if self.depends(i, start)]
+        inner = [n for n in self.nodes[start:end] if self.depends(end, n.index) and self.depends(n.index, start)]
         return [*inner, self.nodes[end]] if end != start else []
 
     def readers(self, node: int) -> int:
@@ -113,6 +114,10 @@ class Graph:
                 reached.add(n.index)
         return end not in reached
 
+    def is_single(self, call: Call) -> bool:
+        """Whether the called module has a path in the model, and this is its only call."""
+        return bool(call.path) and self.times_called[call.module] == 1
+
     def inside(self, call: int, outer: int) -> bool:
         """Whether ``call`` ran within ``outer`` (and is not ``outer`` itself)."""
         while call > outer:
@@ -120,14 +125,6 @@ class Graph:
             if call == outer:
                 return True
         return False
-
-
-def bits(mask: int) -> Iterator[int]:
-    """Positions of the set bits, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -206,7 +203,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self.graph.calls)
         path, module = self.paths.get(module, ""), self.original.get(module, module)
         self.graph.calls.append(Call(index, module, path, parent, self.find(args)))
-        self.graph.times_called[module] = self.graph.times_called.get(module, 0) + 1
+        self.graph.times_called[module] += 1
         self.stack.append(index)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -234,6 +231,23 @@ def example_shape(model: nn.Module) -> tuple[int, ...]:
         f"{type(model).__name__} has no convolution (looked for nn.Conv1d, nn.Conv2d, nn.Conv3d); "
         "DeepSquare's sites are defined for CNNs only"
     )
+
+
+def float_tensor(model: nn.Module) -> Tensor:
+    """A tensor on the device and in the floating-point type of the model's parameters."""
+    return next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+
+
+@contextmanager
+def explain_shape(model: nn.Module, shape: tuple[int, ...]) -> Iterator[None]:
+    """Turn an error of the model's forward pass on a batch of ``shape`` into one that asks for ``input_shape``."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} could not be run on an input of shape {shape}: {str(error).rstrip('.')}. "
+            "Give the shape of one input without the batch as input_shape=(channels, height, width)"
+        ) from error
 
 
 def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -267,35 +281,25 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
 
 
 def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
-    anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # Parameters are only read; a buffer may be written to.
     copied = copy_around(model, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone()).eval()
     recorder = _Recorder(copied, dict(zip(copied.modules(), model.modules(), strict=True)))
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.inference_mode(False), torch.no_grad(), fake:
+    anchor = float_tensor(model)
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         batch = torch.empty((2, *shape), device=anchor.device, dtype=anchor.dtype)
         recorder.add_node("input", (), (batch,), channel_dim=1)
-        hooks = [
-            register_module_forward_pre_hook(recorder.enter),
-            register_module_forward_hook(recorder.leave),
-        ]
+        hooks = register_module_forward_pre_hook(recorder.enter), register_module_forward_hook(recorder.leave)
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         logger.disabled = True  # it prints the traceback of an error that is raised below
         try:
-            with recorder:
+            with explain_shape(model, (2, *shape)), recorder:
                 copied(batch)
-        except Exception as error:
-            reason = str(error).rstrip(".")
-            raise ValueError(
-                f"{type(model).__name__} could not be run on an input of shape {(2, *shape)}: {reason}. "
-                "Give the shape of one input without the batch as input_shape=(channels, height, width)"
-            ) from error
         finally:
             logger.disabled = False
             for hook in hooks:
                 hook.remove()
-    recorder.graph.input_shape = shape
-    recorder.graph.output = recorder.graph.calls[0].output
-    if recorder.graph.output < 0:
+    graph = recorder.graph
+    graph.input_shape, graph.output = shape, graph.calls[0].output
+    if graph.output < 0:
         raise ValueError(f"{type(model).__name__} returned no tensor that was computed from its input")
-    return recorder.graph
+    return graph

@@ -81,7 +81,8 @@ def test_the_options_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("poolin", "unknown term 'poolin' .*the terms are: pooling, softmin, excitation"),
+        ("poolin", r"unknown term 'poolin' .*did you mean 'pooling'\?.*the terms are: pooling, softmin, excitation"),
+        ("Excite", r"unknown term 'Excite' .*did you mean 'excitation'\?"),
         ("pooling+SP", "unknown term 'SP' in the spec 'pooling.SP'"),
         ("Pooling", "unknown term 'Pooling'"),
         ("excitation(beta=1)", "excitation .*has no option beta; excitation takes alpha=1.0"),
@@ -188,8 +189,8 @@ def test_two_names_of_one_module_are_refused() -> None:
         ("lp(p=0.5)", "p is 0.5 .* at least 1"),
         ("lp(p='2')", "p='2', expected a float"),
         ("lp(sigma=0)", "sigma 0.0, expected .* a positive sigma"),
-        ("square", r"no module '' .*square\(after='…'\). Its children are: conv1, bn1, act1"),
-        ("square(after='layer9')", "ResNet has no module 'layer9' .* conv1, bn1"),
+        ("square", r"'square' needs the name of a module; write square\(after='…'\) .*children are: conv1, bn1, act1"),
+        ("square(after='layer9')", "ResNet has no module 'layer9'.* conv1, bn1"),
         ("square(after='layer1.0.conv9')", "no module 'layer1.0.conv9'"),
         ("square(after=3)", "after=3, expected a str"),
         ("square(after=['fc'])", "fc"),
