@@ -5,11 +5,6 @@ from deepsquare.baselines.fisher import FisherVector, fit_fisher
 from deepsquare.baselines.second_order_pooling import BilinearPooling, CompactBilinearPooling, CovariancePooling
 
 __all__ = [
-    "BilinearPooling",
-    "CompactBilinearPooling",
-    "CovariancePooling",
-    "FisherVector",
-    "GSoP",
-    "GatherExcite",
+    "BilinearPooling", "CompactBilinearPooling", "CovariancePooling", "FisherVector", "GSoP", "GatherExcite",
     "fit_fisher",
-]
+]  # fmt: skip

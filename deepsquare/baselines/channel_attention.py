@@ -41,15 +41,16 @@ class GatherExcite(nn.Module):
             raise ValueError(f"extent is {extent}; expected 2, 4, 8, or 0 for the whole map")
         self.extent = extent
         self.size = tuple(size) if learned and not extent else None
-        self.gather = _gather(channels, size, extent) if learned else _Average(extent)
+        self.gather = _gather(channels, size, extent) if learned else _average(extent)
         self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to the same shape."""
         if self.size is not None and tuple(x.shape[2:]) != self.size:
+            received, expected = ("×".join(map(str, size)) for size in (x.shape[2:], self.size))
             raise ValueError(
-                f"the map is {_format_size(x.shape[2:])}, but this GE-θ has one weight for each position of "
-                f"{_format_size(self.size)}. Equip the model for that input size (input_shape=…), or give an extent"
+                f"the map is {received}, but this GE-θ has one weight for each position of {expected}. Equip the model "
+                "for that input size (input_shape=…), or give an extent"
             )
         gate = self.mix(self.gather(x)).sigmoid()
         if self.extent:
@@ -58,18 +59,9 @@ class GatherExcite(nn.Module):
         return out
 
 
-class _Average(nn.Module):
-    """The mean over windows of 2e − 1 positions with stride e, or over the whole map."""
-
-    def __init__(self, extent: int) -> None:
-        super().__init__()
-        self.extent = extent
-
-    def forward(self, x: Tensor) -> Tensor:
-        e = self.extent
-        if not e:
-            return F.adaptive_avg_pool2d(x, 1)
-        return F.avg_pool2d(x, 2 * e - 1, stride=e, padding=e - 1, count_include_pad=False)
+def _average(e: int) -> nn.Module:
+    """The mean over windows of 2e − 1 positions with stride e, or over the whole map for e = 0."""
+    return nn.AvgPool2d(2 * e - 1, e, e - 1, count_include_pad=False) if e else nn.AdaptiveAvgPool2d(1)
 
 
 def _gather(channels: int, size: Sequence[int], extent: int) -> nn.Sequential:
@@ -92,10 +84,6 @@ def _squeeze(channels: int, reduction: int) -> nn.Sequential:
         nn.init.normal_(layer.weight, std=0.01)  # as in the authors' release
         nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return nn.Sequential(nn.ReLU(inplace=True), layers[0], nn.ReLU(inplace=True), layers[1])
-
-
-def _format_size(size: Sequence[int]) -> str:
-    return "×".join(map(str, size))
 
 
 class GSoP(nn.Module):

@@ -17,33 +17,17 @@ Model = TypeVar("Model", bound=nn.Module)
 PER_IMAGE = 16  # positions per image that the mixture is fitted to
 
 
-def posteriors(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
-    """γ_t(k): the probability that descriptor x_t comes from component k.
-
-    Args:
-        x: descriptors, (B, N, D).
-        weights: of the K components, (K,), with sum 1.
-        means: (K, D).
-        variances: the diagonals of their covariances, (K, D).
-
-    Returns:
-        (B, N, K).
-    """
-    precisions = 1 / variances
-    distance = x.square() @ precisions.mT - 2 * x @ (means * precisions).mT + (means.square() * precisions).sum(1)
-    return (weights.log() - 0.5 * (distance + variances.log().sum(1))).softmax(-1)
-
-
 def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
     """The gradients of the log-likelihood by the means and by the deviations, Equations (1) and (2).
 
-    They are computed from the sums b_k, M_k and S_k of Equations (3) to (5), which are matrix products; the
-    arguments are those of :func:`posteriors`.
-
-    Returns:
-        (B, 2·K·D): first the means' part, then the deviations'.
+    They are computed from the sums b_k, M_k and S_k of Equations (3) to (5), which are matrix products. The descriptors
+    ``x`` are (B, N, D); of the K components the ``weights``, with sum 1, are (K,), the ``means`` and the diagonals of
+    the covariances, ``variances``, (K, D). Returns (B, 2·K·D): first the means' part, then the deviations'.
     """
-    gamma = posteriors(x, weights, means, variances).mT  # (B, K, N)
+    precisions = 1 / variances
+    distance = x.square() @ precisions.mT - 2 * x @ (means * precisions).mT + (means.square() * precisions).sum(1)
+    # γ_t(k), the probability that descriptor x_t comes from component k: (B, K, N)
+    gamma = (weights.log() - 0.5 * (distance + variances.log().sum(1))).softmax(-1).mT
     b = gamma.sum(2, keepdim=True)
     m = gamma @ x  # (B, K, D)
     s = gamma @ x.square()
@@ -131,12 +115,9 @@ def fit_fisher(model: Model, loader: Iterable[Any], *, descriptors: int = 50_000
     with torch.no_grad():
         _set(layer.get_parameter("reduce.weight"), pca.components_[..., None, None])
         _set(layer.get_parameter("reduce.bias"), -pca.components_ @ pca.mean_)
-        for target, values in zip(
-            (layer.weights, layer.means, layer.variances),
-            (mixture.weights_, mixture.means_, mixture.covariances_),
-            strict=True,
-        ):
-            _set(target, values)
+        _set(layer.weights, mixture.weights_)
+        _set(layer.means, mixture.means_)
+        _set(layer.variances, mixture.covariances_)
     layer.fitted = True
     return model
 

@@ -124,26 +124,18 @@ def bilinear(x: Tensor) -> Tensor:
     return (x @ x.mT / x.shape[2]).flatten(1)
 
 
-def count_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
-    """Add channel c, times ``sign[c]``, to bin ``index[c]`` of ``size`` bins: (…, C) → (…, size)."""
-    return x.new_zeros(*x.shape[:-1], size).index_add(-1, index, x * sign)
-
-
 def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
     """A random projection of :func:`bilinear` that preserves inner products in expectation, without its C² values.
 
-    The count sketch of an outer product is the circular convolution of two count sketches, hence a product of their
-    Fourier transforms. The mean over the positions is taken before the inverse transform: (B, C, spatial…) → (B, size).
-
-    Args:
-        x: the map.
-        index: bins of two independent count sketches, (2, C).
-        sign: their signs, (2, C).
-        size: number of bins.
+    A count sketch adds channel c, times ``sign[c]``, to bin ``index[c]`` of ``size`` bins; there are two independent
+    ones, so both are (2, C). The count sketch of an outer product is the circular convolution of two count sketches,
+    hence a product of their Fourier transforms. The mean over the positions is taken before the inverse transform:
+    (B, C, spatial…) → (B, size).
     """
     if not x.numel():  # torch.fft.rfft refuses empty tensors
         return x.new_zeros(x.shape[0], size)
     x = x.flatten(2).mT  # (B, N, C)
-    first, second = (torch.fft.rfft(count_sketch(x, index[i], sign[i], size)) for i in (0, 1))
+    sketches = (x.new_zeros(*x.shape[:-1], size).index_add(-1, index[i], x * sign[i]) for i in (0, 1))
+    first, second = map(torch.fft.rfft, sketches)
     sketch: Tensor = torch.fft.irfft((first * second).mean(1), n=size)
     return sketch

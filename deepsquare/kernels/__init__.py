@@ -8,11 +8,4 @@
 from deepsquare.kernels.dispatch import backend_for, without_kernels
 from deepsquare.kernels.operations import MeanSquare, ReLUSquare, SquareExcitation, SquareExcitationAddReLU
 
-__all__ = [
-    "MeanSquare",
-    "ReLUSquare",
-    "SquareExcitation",
-    "SquareExcitationAddReLU",
-    "backend_for",
-    "without_kernels",
-]
+__all__ = ["MeanSquare", "ReLUSquare", "SquareExcitation", "SquareExcitationAddReLU", "backend_for", "without_kernels"]

@@ -19,7 +19,6 @@ from torch import Tensor
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-_POINTERS = ("x", "grad", "residual", "result", "y", "dresidual", "factor", "per_plane")
 
 
 class Kernel(IntEnum):
@@ -35,15 +34,23 @@ class Kernel(IntEnum):
     RELU_SQUARE_BACKWARD = 7
 
 
+_FIELDS = (
+    (ctypes.c_void_p, ("x", "grad", "residual", "result")),  # input maps; result is the output of the forward pass
+    (ctypes.c_void_p, ("y", "dresidual")),  # output maps; y is the gradient of x in a backward kernel
+    (ctypes.c_void_p, ("factor", "per_plane")),  # float32, one per plane: input of POOL_BACKWARD; output
+    (ctypes.c_float, ("alpha",)),
+    (ctypes.c_long, ("n", "c", "hw")),  # batch size, channels, spatial positions
+    # deepsquare_run sets the others: 1 / hw, how the work is split into tasks, and the sums of the first pass.
+    (ctypes.c_double, ("inverse",)),
+    (ctypes.c_long, ("nontemporal", "tasks", "parts", "pass_")),
+    (ctypes.c_void_p, ("sums", "run")),
+)
+
+
 class _Job(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("alpha", ctypes.c_float),
-        *((name, ctypes.c_long) for name in ("n", "c", "hw")),
-        ("inverse", ctypes.c_double),
-        *((name, ctypes.c_long) for name in ("nontemporal", "tasks", "parts", "pass_")),
-        *((name, ctypes.c_void_p) for name in ("sums", "run")),
-    )
+    """``struct job`` of ``cpu.c``."""
+
+    _fields_ = tuple((name, kind) for kind, names in _FIELDS for name in names)
 
 
 @functools.cache

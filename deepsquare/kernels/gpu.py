@@ -42,7 +42,7 @@ def supports(x: Tensor) -> bool:
     """Whether the kernels take this tensor: its device and type, and its layout, which must be dense."""
     return (
         triton is not None
-        and (x.is_cuda or not isinstance(_pool, triton.JITFunction))  # the interpreter takes any device
+        and (x.is_cuda or not isinstance(_scale_planes, triton.JITFunction))  # the interpreter takes any device
         and x.dtype in _DTYPES
         and x.numel() > 0
         and memory_layout(x) is not None
@@ -158,54 +158,33 @@ def _excitation(mean: tl.tensor, alpha: tl.tensor) -> tuple[tl.tensor, tl.tensor
 
 
 @_jit
-def _mean_square(
-    x: tl.tensor, image: tl.tensor, channel: tl.tensor, channels: tl.int64, hw: tl.int64,
-    channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    squares = tl.zeros([rows, width], dtype=tl.float32)  # partial sums, added below
-    for start in range(0, hw, rows):
-        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
-        value = _read(x, at, inside)
-        squares += value * value
-    return tl.sum(squares, axis=0, keep_dims=True) / hw  # (1, width)
-
-
-@_jit
-def _pool(
-    x: tl.tensor, per_plane: tl.tensor, channels: tl.int64, hw: tl.int64,
-    channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+def _scale_planes(
+    x: tl.tensor, factor: tl.tensor, alpha: tl.tensor, residual: tl.tensor, y: tl.tensor, per_plane: tl.tensor,
+    channels: tl.int64, hw: tl.int64, channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
+    """``y``: each plane times its ``factor``, or its excitation; ``per_plane``: the mean square of each plane."""
     image, channel = _planes(channels, width)
-    mean = _mean_square(x, image, channel, channels, hw, channels_last, rows, width)
-    tl.store(per_plane + image * channels + channel, mean, mask=channel < channels)
-
-
-@_jit
-def _pool_backward(
-    x: tl.tensor, factor: tl.tensor, y: tl.tensor, channels: tl.int64, hw: tl.int64,
-    channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-) -> None:  # fmt: skip
-    image, channel = _planes(channels, width)
-    scale = _read(factor, image * channels + channel, channel < channels)
-    for start in range(0, hw, rows):
-        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
-        tl.store(y + at, _read(x, at, inside) * scale, mask=inside)
-
-
-@_jit
-def _excite(
-    x: tl.tensor, alpha: tl.tensor, residual: tl.tensor, y: tl.tensor, channels: tl.int64, hw: tl.int64,
-    channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-) -> None:  # fmt: skip
-    image, channel = _planes(channels, width)
-    mean = _mean_square(x, image, channel, channels, hw, channels_last, rows, width)
-    scale, _, _ = _excitation(mean, tl.load(alpha).to(tl.float32))
-    for start in range(0, hw, rows):
-        at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
-        value = _read(x, at, inside) * scale
-        if residual is not None:
-            value = _positive(value + _read(residual, at, inside))
-        tl.store(y + at, value, mask=inside)
+    plane, present = image * channels + channel, channel < channels
+    if factor is not None:
+        scale = _read(factor, plane, present)
+    else:
+        squares = tl.zeros([rows, width], dtype=tl.float32)  # partial sums, added below
+        for start in range(0, hw, rows):
+            at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
+            value = _read(x, at, inside)
+            squares += value * value
+        mean = tl.sum(squares, axis=0, keep_dims=True) / hw  # (1, width)
+        if per_plane is not None:
+            tl.store(per_plane + plane, mean, mask=present)
+        else:
+            scale, _, _ = _excitation(mean, tl.load(alpha).to(tl.float32))
+    if y is not None:
+        for start in range(0, hw, rows):
+            at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
+            value = _read(x, at, inside) * scale
+            if residual is not None:
+                value = _positive(value + _read(residual, at, inside))
+            tl.store(y + at, value, mask=inside)
 
 
 @_jit
@@ -225,11 +204,8 @@ def _excite_backward(
     mean = tl.sum(squares, axis=0, keep_dims=True) / hw
     product = tl.sum(products, axis=0, keep_dims=True)
     scale, slope, alpha_slope = _excitation(mean, tl.load(alpha).to(tl.float32))
-    tl.store(
-        per_plane + image * channels + channel,
-        tl.where(alpha_slope == 0, 0.0, product * alpha_slope),
-        mask=channel < channels,
-    )
+    alpha_grad = tl.where(alpha_slope == 0, 0.0, product * alpha_slope)
+    tl.store(per_plane + image * channels + channel, alpha_grad, mask=channel < channels)
     slope = tl.where(slope == 0, 0.0, slope * 2 * (product / hw))  # avoids 0 · inf
     for start in range(0, hw, rows):
         at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
@@ -251,11 +227,11 @@ def _relu_square(x: tl.tensor, grad: tl.tensor, y: tl.tensor, count: tl.int64, b
 
 
 _KERNELS = {
-    Kernel.POOL: _pool,
-    Kernel.POOL_BACKWARD: _pool_backward,
-    Kernel.EXCITE: _excite,
+    Kernel.POOL: _scale_planes,
+    Kernel.POOL_BACKWARD: _scale_planes,
+    Kernel.EXCITE: _scale_planes,
     Kernel.EXCITE_BACKWARD: _excite_backward,
-    Kernel.EXCITE_ADD_RELU: _excite,
+    Kernel.EXCITE_ADD_RELU: _scale_planes,
     Kernel.EXCITE_ADD_RELU_BACKWARD: _excite_backward,
     Kernel.RELU_SQUARE: _relu_square,
     Kernel.RELU_SQUARE_BACKWARD: _relu_square,

@@ -83,21 +83,33 @@ class SquareExcitation(Operation):
     """F · s, with s = G / (G + α²) and G the mean of F²."""
 
     @staticmethod
-    def forward(backend: ModuleType, x: Tensor, alpha: Tensor) -> Tensor:
-        """F · s in the type of F."""
-        y = torch.empty_like(x)
-        backend.launch(Kernel.EXCITE, x, alpha=alpha, y=y)
+    def forward(
+        backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor | None = None, *, inplace: bool = False
+    ) -> Tensor:
+        """F · s in the type of F, or max(0, F · s + residual); with ``inplace`` written over F."""
+        y = x if inplace else torch.empty_like(x)
+        if residual is None:
+            backend.launch(Kernel.EXCITE, x, alpha=alpha, y=y)
+        else:
+            backend.launch(Kernel.EXCITE_ADD_RELU, x, alpha=alpha, residual=match_layout(residual, x), y=y)
         return y
 
     @staticmethod
-    def backward(backend: ModuleType, grad: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of F and α."""
+    def backward(
+        backend: ModuleType, grad: Tensor, x: Tensor, alpha: Tensor, result: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The gradients of F and α; with a residual, whose ``result`` tells where the ReLU is active, also its own."""
         dx, dalpha = torch.empty_like(x), _per_plane(x)
-        backend.launch(Kernel.EXCITE_BACKWARD, x, alpha=alpha, grad=match_layout(grad, x), y=dx, per_plane=dalpha)
-        return dx, dalpha.sum().to(alpha.dtype).reshape(alpha.shape)
+        kernel, maps = Kernel.EXCITE_BACKWARD, {"grad": match_layout(grad, x), "y": dx, "per_plane": dalpha}
+        if result is not None:
+            kernel = Kernel.EXCITE_ADD_RELU_BACKWARD
+            maps |= {"result": match_layout(result, x), "dresidual": torch.empty_like(x)}
+        backend.launch(kernel, x, alpha=alpha, **maps)
+        grads = dx, dalpha.sum().to(alpha.dtype).reshape(alpha.shape)
+        return grads if result is None else (*grads, maps["dresidual"])
 
 
-class SquareExcitationAddReLU(Operation):
+class SquareExcitationAddReLU(SquareExcitation):
     """max(0, F · s + residual), the end of a residual block; decorates the reference of F · s."""
 
     def __init__(self, excitation: Callable[..., Tensor]) -> None:
@@ -106,33 +118,15 @@ class SquareExcitationAddReLU(Operation):
 
     def __call__(self, *inputs: Tensor, inplace: bool = False) -> Tensor:
         """The result; ``inplace`` allows writing it over F, which happens only where no gradient needs F."""
-        x, alpha, residual = inputs
+        x, _, residual = inputs
         backend = self.backend_for(*inputs)
         if not inplace or backend is None or _requires_grad(*inputs) or _overlap_partly(x, residual):
             return self.run(backend, *inputs)
         torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use the new values
-        return self.forward(backend, x, alpha, residual, inplace=True)
-
-    @staticmethod
-    def forward(backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
-        """The result, with ``inplace`` written over F."""
-        y = x if inplace else torch.empty_like(x)
-        backend.launch(Kernel.EXCITE_ADD_RELU, x, alpha=alpha, residual=match_layout(residual, x), y=y)
-        return y
-
-    @staticmethod
-    def backward(backend: ModuleType, grad: Tensor, x: Tensor, alpha: Tensor, result: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of F, α and the residual."""
-        dx, dalpha, dresidual = torch.empty_like(x), _per_plane(x), torch.empty_like(x)
-        grad, result = match_layout(grad, x), match_layout(result, x)
-        backend.launch(
-            Kernel.EXCITE_ADD_RELU_BACKWARD, x, alpha=alpha, grad=grad, result=result,
-            y=dx, dresidual=dresidual, per_plane=dalpha,
-        )  # fmt: skip
-        return dx, dalpha.sum().to(alpha.dtype).reshape(alpha.shape), dresidual
+        return self.forward(backend, *inputs, inplace=True)
 
     def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Instead of the residual the result, which tells where the ReLU is active."""
+        """The result instead of the residual."""
         return *inputs[:2], result
 
     def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:

@@ -6,14 +6,6 @@ from deepsquare.nn.softmin import SquareSoftmin
 from deepsquare.nn.square import EleSquare, ReLUSquare, SquareEncoding
 
 __all__ = [
-    "EleSquare",
-    "GeM",
-    "LpPooling",
-    "MomentPooling",
-    "ReLUSquare",
-    "ScaleProportion",
-    "SquareEncoding",
-    "SquareExcitation",
-    "SquarePooling",
-    "SquareSoftmin",
-]
+    "EleSquare", "GeM", "LpPooling", "MomentPooling", "ReLUSquare", "ScaleProportion", "SquareEncoding",
+    "SquareExcitation", "SquarePooling", "SquareSoftmin",
+]  # fmt: skip

@@ -20,11 +20,7 @@ class _Alpha(nn.Module):
     """
 
     def __init__(
-        self,
-        alpha: float = 1.0,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, alpha: float = 1.0, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         if not 0 < alpha < math.inf:

@@ -84,15 +84,13 @@ def _insert_terms(
     if needs_nonzero_branch:
         refuse_zero_convolutions(model, sites)
     if dropout is not None:
-        head.check_dropout(model, sites, dropout)
+        patches += head.set_dropout(model, sites, dropout)
     for site, module in modules.items():
         patches += head.widen(model, graph, site, module)
         insert(model, site, assigned[site].name, module)
     if any(patch.attribute == "weight" for patch in patches):
         head.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
     fuse_blocks(model)
-    if dropout is not None:
-        patches += head.set_dropout(model, sites, dropout)
     names = reset_gammas(model, sites) if needs_nonzero_branch else ()
     filled = sites.filled({site: str(term) for site, term in assigned.items()})
     return EquipRecord(format_spec(terms), dropout, filled, names, tuple(patches))

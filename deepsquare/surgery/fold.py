@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,12 +16,12 @@ from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
 from deepsquare.surgery.equip import FOLDED, intact_record, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
 from deepsquare.surgery.insertion import SITE, base_class
-from deepsquare.surgery.trace import VIEWS, Graph, trace
+from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm; the identity at inference
+LAYERS = (nn.Linear, *CONVOLUTIONS)
 HOMOGENEOUS = VIEWS | {*AVERAGES, "relu"}  # f(k·x) = k·f(x) for k ≥ 0
 
 
@@ -58,11 +58,11 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
         source = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
         layer = graph.calls[graph.nodes[source].call].module
         # The exact classes: others (cosine classifiers, parametrized ones) are not determined by weight and bias.
-        if base_class(layer) not in (nn.Linear, *CONVOLUTIONS) or not _is_exclusive(model, graph, layer):
+        if base_class(layer) not in LAYERS or not _is_exclusive(model, graph, layer):
             continue
+        assert isinstance(layer, LAYERS)
         if any(n.op not in HOMOGENEOUS for n in graph.between(source, call.input)):
             continue
-        assert isinstance(layer, (nn.Linear, *CONVOLUTIONS))
         root = softmin.root_scale.abs()
         layer.weight.mul_(root.reshape(-1, *[1] * (layer.weight.dim() - 1)))
         if layer.bias is not None:
@@ -74,8 +74,11 @@ def _is_exclusive(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
     """Whether the module is called once, shares no parameter and has no hook, so that it can be changed alone."""
     owners: Counter[nn.Parameter] = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     shares = any(owners[parameter] > 1 for parameter in module.parameters())
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return graph.times_called[module] == 1 and not shares and not hooked
+    return graph.times_called[module] == 1 and not shares and not _is_hooked(module)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class FoldedNorm(nn.Module):
@@ -92,16 +95,25 @@ class FoldedNorm(nn.Module):
         return out
 
 
-def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
-    convolutions = [call for call in graph.calls if base_class(call.module) in CONVOLUTIONS]
-    producer = {call.output: call for call in convolutions if graph.nodes[call.output].is_conv}
+def _pairs(
+    model: nn.Module, graph: Graph, first: tuple[type[nn.Module], ...], second: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[Call, Call]]:
+    """Modules of these classes where the second alone reads what the first returns, and each can be changed alone."""
+    producers = {call.output: call for call in graph.calls if base_class(call.module) in first}
     for call in graph.calls:
-        norm, before = call.module, producer.get(call.input)
-        if before is None or graph.readers(call.input) > 1 or not isinstance(norm, BATCH_NORMS):
+        before = producers.get(call.input)
+        if before is None or not isinstance(call.module, second) or graph.readers(call.input) > 1:
             continue
-        if not _is_exclusive(model, graph, before.module) or not _is_exclusive(model, graph, norm):
-            continue
-        if norm.running_mean is None or norm.running_var is None:
+        if _is_exclusive(model, graph, before.module) and _is_exclusive(model, graph, call.module):
+            yield before, call
+
+
+def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
+    for before, call in _pairs(model, graph, CONVOLUTIONS, BATCH_NORMS):
+        conv, norm = before.module, call.module
+        assert isinstance(conv, CONVOLUTIONS)
+        assert isinstance(norm, BATCH_NORMS)
+        if not graph.nodes[before.output].is_conv or norm.running_mean is None or norm.running_var is None:
             continue
         if base_class(norm) in BATCH_NORMS:
             rest: nn.Module = nn.Identity()
@@ -109,8 +121,6 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
             rest = FoldedNorm(norm.drop, norm.act)  # type: ignore[arg-type]
         else:
             continue
-        conv = before.module
-        assert isinstance(conv, CONVOLUTIONS)
         conv.weight, conv.bias = fuse_conv_bn_weights(
             conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
         )
@@ -123,13 +133,9 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
 
 def _merge_relus(model: nn.Module, graph: Graph) -> None:
     """A ReLU that only a square reads is merged into it: max(0, t)² in one pass."""
-    producer = {call.output: call for call in graph.calls if type(call.module) is nn.ReLU}
-    for call in graph.calls:
-        before = producer.get(call.input)
-        if before is None or type(call.module) not in (EleSquare, SquareEncoding):
-            continue
-        exclusive = all(_is_exclusive(model, graph, module) for module in (call.module, before.module))
-        if exclusive and graph.readers(call.input) == 1:
+    for before, call in _pairs(model, graph, (nn.ReLU,), (EleSquare,)):
+        # The exact classes, without inserted modules.
+        if type(before.module) is nn.ReLU and type(call.module) in (EleSquare, SquareEncoding):
             replace(model, call.module, ReLUSquare())
             replace(model, before.module, nn.Identity())
 
@@ -137,11 +143,8 @@ def _merge_relus(model: nn.Module, graph: Graph) -> None:
 def _remove_dropout(model: nn.Module) -> None:
     """Replace the layers that are the identity at inference."""
     for module in list(model.modules()):
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        dropping = type(module).__name__ in DROPPING or (
-            isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__
-        )
-        if dropping and not hooked:
+        own = isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__  # torch's own
+        if (own or type(module).__name__ in DROPPING) and not _is_hooked(module):
             replace(model, module, nn.Identity())
 
 

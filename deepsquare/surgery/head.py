@@ -87,8 +87,8 @@ def retrace(model: nn.Module, graph: Graph, change: str) -> Graph:
         raise ValueError(f"{type(model).__name__} cannot run {change} ({error.__cause__})") from error
 
 
-def check_dropout(model: nn.Module, sites: Sites, ratio: float) -> None:
-    """Refuse a ratio outside [0, 1), and a model in which :func:`set_dropout` cannot set it."""
+def set_dropout(model: nn.Module, sites: Sites, ratio: float) -> list[Patch]:
+    """Dropout before the last fully connected layer: in the model's own dropout layer if it has one, else a new one."""
     if not (isinstance(ratio, (int, float)) and 0 <= ratio < 1):
         raise ValueError(f"dropout={ratio!r} is not a ratio; expected a number in [0, 1)")
     if not sites.classifier:
@@ -96,10 +96,6 @@ def check_dropout(model: nn.Module, sites: Sites, ratio: float) -> None:
     drop_rate = getattr(model, "drop_rate", 0)  # timm's, where dropout is a call of F.dropout and not a layer
     if drop_rate and not sites.dropout:
         raise ValueError(f"{type(model).__name__} applies dropout already; build it with drop_rate=0, not {drop_rate}")
-
-
-def set_dropout(model: nn.Module, sites: Sites, ratio: float) -> list[Patch]:
-    """Dropout before the last fully connected layer: in the model's own dropout layer if it has one, else a new one."""
     if sites.dropout:
         return [_patch(model, sites.dropout, "p", ratio)]
     insert(model, Site("named", sites.classifier, "input", ()), "dropout", nn.Dropout(ratio))

@@ -29,6 +29,7 @@ VIEWS = {  # operations that move, cut or pad values, or return them unchanged
     "select", "expand", "alias", "clone", "detach", "contiguous", "_to_copy", "split", "split_with_sizes",
     "constant_pad_nd", "native_dropout", "unbind", "lift_fresh", "view_as",
 }  # fmt: skip
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MATRIX_PRODUCTS = ("addmm", "mm")  # nn.Linear with and without a bias
 LINEAR = VIEWS | {
     "convolution", "add", "sub", "native_batch_norm", "_native_batch_norm_legit_no_training", "avg_pool2d",
@@ -220,13 +221,10 @@ def example_shape(model: nn.Module) -> tuple[int, ...]:
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("input_size"):
         return tuple(config["input_size"])
-    sizes: dict[type[nn.Module], tuple[int, ...]] = {
-        nn.Conv1d: (1024,), nn.Conv2d: (224, 224), nn.Conv3d: (16, 112, 112)
-    }  # fmt: skip
+    sizes: dict[int, tuple[int, ...]] = {1: (1024,), 2: (224, 224), 3: (16, 112, 112)}
     for module in model.modules():
-        for kind, size in sizes.items():
-            if isinstance(module, kind):
-                return (int(module.in_channels), *size)  # type: ignore[arg-type]
+        if isinstance(module, CONVOLUTIONS):
+            return module.in_channels, *sizes[len(module.kernel_size)]
     raise ValueError(
         f"{type(model).__name__} has no convolution (looked for nn.Conv1d, nn.Conv2d, nn.Conv3d); "
         "DeepSquare's sites are defined for CNNs only"

@@ -53,11 +53,11 @@ def test_under_the_interpreter() -> None:
 
 
 KERNELS: dict[str, dict[str, Any]] = {
-    "POOL": {},
-    "POOL_BACKWARD": {},
-    "EXCITE": {"residual": None},
+    "POOL": dict.fromkeys(("factor", "alpha", "residual", "y")),
+    "POOL_BACKWARD": dict.fromkeys(("alpha", "residual", "per_plane")),
+    "EXCITE": dict.fromkeys(("factor", "residual", "per_plane")),
     "EXCITE_BACKWARD": {"result": None, "dresidual": None},
-    "EXCITE_ADD_RELU": {},
+    "EXCITE_ADD_RELU": dict.fromkeys(("factor", "per_plane")),
     "EXCITE_ADD_RELU_BACKWARD": {},
     "RELU_SQUARE": {"grad": None},
     "RELU_SQUARE_BACKWARD": {},
