@@ -3,8 +3,6 @@
 ``python -m deepsquare._compat results/*.jsonl`` converts stores of rows in place; converting again changes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ RECIPE_KEYS = {
     "optimiser": "optimizer",
     "initialisation": "initialization",
 }
+EXPORT_KEYS = {"pictures": "preprocessing", "classes": "class_names"}
 METRIC_KEYS = {
     "difference": "max_rel_error",
     "rounding": "fp32_error",
@@ -35,23 +34,23 @@ CONTINUED = ", continued"  # at the end of a schedule
 
 def upgrade_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a store with the names of this version."""
-    upgraded = {**row, "recipe": _renamed(row["recipe"], RECIPE_KEYS)}
-    recipe = upgraded["recipe"]
+    recipe = rename_keys(row["recipe"], RECIPE_KEYS)
     if str(recipe.get("schedule", "")).endswith(CONTINUED):
         recipe |= {"schedule": recipe["schedule"].removesuffix(CONTINUED), "init_from": recipe["model"]}
+    upgraded = {**row, "recipe": recipe}
     if row["experiment"] == "spirals":
         upgraded["row"] = row["row"].replace("optimiser", "optimizer")
-        upgraded["metrics"] = _renamed(row["metrics"], RECIPE_KEYS)
+        upgraded["metrics"] = rename_keys(row["metrics"], RECIPE_KEYS)
     elif row["experiment"] in ("bench", "int8", "parity"):
-        upgraded["metrics"] = _renamed(row["metrics"], METRIC_KEYS)
+        upgraded["metrics"] = rename_keys(row["metrics"], METRIC_KEYS)
     return upgraded
 
 
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+def rename_keys(value: Any, names: Mapping[str, str]) -> Any:
     """The same value with the keys of its dictionaries renamed, at any depth."""
     if isinstance(value, dict):
-        return {names.get(key, key): _renamed(inner, names) for key, inner in value.items()}
-    return [_renamed(inner, names) for inner in value] if isinstance(value, list) else value
+        return {names.get(key, key): rename_keys(inner, names) for key, inner in value.items()}
+    return [rename_keys(inner, names) for inner in value] if isinstance(value, list) else value
 
 
 def upgrade_store(path: Path) -> int:
@@ -64,22 +63,13 @@ def upgrade_store(path: Path) -> int:
     return changed
 
 
-# ---- headers of checkpoints, and metadata of exported files ----
-
-
 def upgrade_header(header: dict[str, Any]) -> dict[str, Any]:
     """The header of a checkpoint in version 2; version 1 had ``arguments``, and ``pictures`` with ``classes``."""
     if header.get("version") != 1:
         return header
-    names = {"arguments": "kwargs", "pictures": "preprocessing"}
-    upgraded = {names.get(key, key): value for key, value in header.items()}
-    preprocessing = _renamed(upgraded.get("preprocessing"), {"classes": "class_names"})
-    return {**upgraded, "preprocessing": preprocessing, "version": 2}
-
-
-def upgrade_metadata(metadata: Any) -> Any:
-    """The metadata of an exported file, in which ``preprocessing`` was ``pictures`` with ``classes``."""
-    return _renamed(metadata, {"pictures": "preprocessing", "classes": "class_names"})
+    upgraded = {key: value for key, value in header.items() if key not in ("arguments", "pictures")}
+    preprocessing = rename_keys(header.get("pictures"), EXPORT_KEYS)
+    return {**upgraded, "kwargs": header.get("arguments"), "preprocessing": preprocessing, "version": 2}
 
 
 def upgrade_training_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,13 +79,8 @@ def upgrade_training_state(state: Mapping[str, Any]) -> dict[str, Any]:
     progress_keys = {"tally": "epoch_metrics", "losing": "bad_epochs", "right": "correct"}
     for key, inner_names in (("recipe", RECIPE_KEYS), ("progress", progress_keys)):
         if key in upgraded:
-            upgraded[key] = _renamed(upgraded[key], inner_names)
+            upgraded[key] = rename_keys(upgraded[key], inner_names)
     return {**upgraded, "version": 3}
-
-
-def upgrade_run_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a training run (``run.json``) with the names of this version."""
-    return dict(_renamed(dict(summary), RECIPE_KEYS))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Writing files atomically."""
 
-from __future__ import annotations
-
 import glob
 import os
 import uuid

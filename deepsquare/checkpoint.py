@@ -3,8 +3,6 @@
 Only safetensors files are read. Unpickling a file can run code, so pickled files are refused.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -103,9 +101,12 @@ def load(path: PathLike, spec: str | None = None) -> nn.Module:
     """
     header = read_header(path)
     if header.name is None:
+        equipped = header.spec or header.dropout is not None
+        equipping = f", call deepsquare.equip(model, {header.spec!r}, dropout={header.dropout})" if equipped else ""
+        folding = ", fold it" if header.folded else ""
         raise ValueError(
-            f"{path} does not say which model it holds; build that model, equip it with spec {header.spec!r}, and use "
-            "deepsquare.load_weights(model, path)"
+            f"{path} holds a model that create_model did not build, so it cannot be rebuilt by name; build the model "
+            f"yourself{equipping}{folding}, then call deepsquare.load_weights(model, path)"
         )
     kwargs = {key: value for key, value in header.kwargs.items() if key not in WEIGHT_KWARGS}
     kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape}
@@ -197,11 +198,6 @@ def read_header(path: PathLike) -> Header:
         f"{path} is a checkpoint of version {fields.get('version')}, this deepsquare reads {VERSION}; use the release "
         "that wrote it"
     )
-
-
-def read_preprocessing(path: PathLike) -> Preprocessing | None:
-    """How an image becomes the input of a checkpoint's model; None if the file does not say."""
-    return read_header(path).preprocessing
 
 
 def _describe(model: nn.Module) -> str:

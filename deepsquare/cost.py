@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepsquare.models import create_model
+from deepsquare.surgery.trace import copy_around, example_shape, explain_shape, float_tensor
 
 aten = torch.ops.aten
 
@@ -21,16 +25,14 @@ def _input_size(x: Tensor, *args: Any, **kwargs: Any) -> int:
     return x.numel()
 
 
-# torch's counter has convolutions and matrix products; DeepSquare adds elementwise products.
-ELEMENTWISE: dict[Any, Any] = {aten.mul: _output_size, aten.pow: _output_size, aten.linalg_vector_norm: _input_size}
-
-
 def _eigh_flops(matrix: Tensor, *args: Any, **kwargs: Any) -> int:
     return 9 * matrix.numel() * matrix.shape[-1]  # Golub and Van Loan, Matrix Computations: 9n³ for the symmetric QR
 
 
-OTHERS: dict[Any, Any] = {aten._linalg_eigh: _eigh_flops}
-for _count in (*ELEMENTWISE.values(), *OTHERS.values()):
+# torch's counter has convolutions and matrix products; DeepSquare adds elementwise products.
+ELEMENTWISE: dict[Any, Any] = {aten.mul: _output_size, aten.pow: _output_size, aten.linalg_vector_norm: _input_size}
+COUNTS = {**ELEMENTWISE, aten._linalg_eigh: _eigh_flops}
+for _count in COUNTS.values():
     _count._get_raw = True  # torch's counter then passes tensors instead of shapes
 
 
@@ -38,18 +40,14 @@ for _count in (*ELEMENTWISE.values(), *OTHERS.values()):
 class Cost:
     """The cost of one forward pass on one image.
 
-    Attributes:
-        parameters: number of learnable values.
-        macs: multiply-accumulates of convolutions, fully connected layers and other matrix products (torch's own
-            count, halved), and of eigendecompositions.
-        elementwise_muls: elementwise multiplications: squares, rescalings, gates.
-        activation_bytes: memory that a training step saves in the forward pass for the backward pass.
+    Multiply-accumulates are torch's own count, halved: those of convolutions, fully connected layers and other matrix
+    products, and of eigendecompositions.
     """
 
-    parameters: int
-    macs: int
-    elementwise_muls: int
-    activation_bytes: int
+    parameters: int  # number of learnable values
+    macs: int  # multiply-accumulates
+    elementwise_muls: int  # elementwise multiplications: squares, rescalings, gates
+    activation_bytes: int  # memory that a training step saves in the forward pass for the backward pass
 
     def added_to(self, base: Cost) -> dict[str, int]:
         """The difference to ``base``, field by field."""
@@ -63,8 +61,6 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
         model: any classifier that takes one tensor.
         input_shape: shape of one input without the batch; guessed when not given.
     """
-    from deepsquare.surgery.trace import copy_around, example_shape
-
     shape = tuple(input_shape) if input_shape is not None else example_shape(model)
     on_meta = copy_around(model, _to_meta).train()
     # The difference of two batch sizes is one image: what depends on parameters only cancels out.
@@ -76,16 +72,12 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
 @cache
 def cost_of(name: str, spec: str) -> Cost:
     """The cost of a model by name, built without its weights."""
-    from deepsquare.models import create_model
-
     with torch.device("meta"):
         return cost(create_model(name, spec))
 
 
 def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     """One forward pass over a whole batch, on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
 
@@ -95,16 +87,11 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
             saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE | OTHERS)
-    try:
-        with torch.device("meta"), counter, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            output = model(torch.empty(shape, dtype=anchor.dtype))
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} could not be run on an input of shape {shape}: {str(error).rstrip('.')}. "
-            "Give the shape of one input without the batch as input_shape=(channels, height, width)"
-        ) from error
+    batch = torch.empty(shape, device="meta", dtype=float_tensor(model).dtype)
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTS)
+    saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    with explain_shape(model, shape), torch.device("meta"), counter, saving:
+        output = model(batch)
     del output  # it kept the graph alive, and with it the storages
     counts = counter.get_flop_counts().get("Global", {})  # empty if nothing multiplies
     elementwise_muls = sum(n for op, n in counts.items() if op in ELEMENTWISE)

@@ -122,10 +122,7 @@ def lp_pooling(x: Tensor, p: float, kernel: Tensor, keepdim: bool = False) -> Te
 
 
 def gaussian_kernel(
-    size: Sequence[int],
-    sigma: float = 0.25,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    size: Sequence[int], sigma: float = 0.25, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The Gaussian kernel G of Equation (7): shape ``size``, centred, sum 1.
 

@@ -1,7 +1,5 @@
 """Models by name: torchvision's, timm's and the paper's vanilla CNN, equipped by a spec."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import inspect
@@ -29,17 +27,14 @@ class Network:
         return f"{self.model}+{self.spec}" if self.spec else self.model
 
 
-def _networks(model: str, *specs: str) -> list[Network]:
-    return [Network(model), *(Network(model, spec) for spec in specs)]
-
-
-NETWORKS: tuple[Network, ...] = (
-    *_networks("resnet18", "pooling", "softmin", "excitation", "encoding"),  # Table 4
-    *(Network("resnet18", f"pooling+{rest}") for rest in ("excitation", "encoding", "excitation+encoding")),
-    *_networks("resnet50", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 5
-    *_networks("shufflenet_v2_x1_0", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 7
-    *_networks("shufflenet_v2_x0_5", "pooling"),
-)
+_COMBINED = ("pooling+excitation", "pooling+encoding", "pooling+excitation+encoding")
+_SPECS: dict[str, tuple[str, ...]] = {
+    "resnet18": ("", "pooling", "softmin", "excitation", "encoding", *_COMBINED),  # Table 4
+    "resnet50": ("", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 5
+    "shufflenet_v2_x1_0": ("", "pooling", "softmin", "encoding", "pooling+excitation"),  # Table 7
+    "shufflenet_v2_x0_5": ("", "pooling"),
+}
+NETWORKS: tuple[Network, ...] = tuple(Network(model, spec) for model, specs in _SPECS.items() for spec in specs)
 """The networks that the paper trains on ImageNet, in the order of its tables."""
 
 
@@ -100,12 +95,7 @@ def vanilla_cnn(num_classes: int = 10) -> VanillaCNN:
 
 
 def create_model(
-    name: str,
-    spec: str = "",
-    *,
-    dropout: float | None = None,
-    input_shape: Sequence[int] | None = None,
-    **kwargs: Any,
+    name: str, spec: str = "", *, dropout: float | None = None, input_shape: Sequence[int] | None = None, **kwargs: Any
 ) -> nn.Module:
     """Build a model by name and equip it.
 
@@ -135,28 +125,17 @@ def create_model(
     return equip(model, spec, dropout=dropout, input_shape=input_shape)
 
 
-def _torchvision_names() -> list[str]:
+def _libraries() -> dict[str, tuple[list[str], Callable[..., nn.Module]]]:
+    """The names and the builder of each library; no names for timm where it is not installed."""
     import torchvision
 
-    return list(torchvision.models.list_models(module=torchvision.models))
-
-
-def _timm_names() -> list[str]:
-    if importlib.util.find_spec("timm") is None:
-        return []
-    import timm
-
-    return list(timm.list_models())
-
-
-def _builder(library: str, name: str) -> Callable[..., nn.Module]:
-    if library == "torchvision":
-        import torchvision
-
-        return partial(torchvision.models.get_model, name)
-    import timm
-
-    return partial(timm.create_model, name)
+    timm: Any = None
+    if importlib.util.find_spec("timm") is not None:
+        import timm
+    return {
+        "torchvision": (torchvision.models.list_models(module=torchvision.models), torchvision.models.get_model),
+        "timm": (timm.list_models(), timm.create_model) if timm else ([], nn.Module),
+    }
 
 
 def _find_builder(name: str) -> tuple[str, Callable[..., nn.Module]]:
@@ -167,31 +146,29 @@ def _find_builder(name: str) -> tuple[str, Callable[..., nn.Module]]:
         )
     if name == "vanilla_cnn":
         return "", vanilla_cnn
-    libraries = {"torchvision": _torchvision_names(), "timm": _timm_names()}
+    libraries = _libraries()
     library, _, bare = name.rpartition("/")
     if library and library not in libraries:
         raise ValueError(f"unknown library {library!r} in {name!r}; expected torchvision or timm")
     untagged = {"torchvision": bare, "timm": bare.split(".")[0]}  # timm's names may end in a weights tag
-    matches = [key for key, names in libraries.items() if untagged[key] in names and library in ("", key)]
+    matches = [key for key, (names, _) in libraries.items() if untagged[key] in names and library in ("", key)]
     if not matches:
-        every = [*libraries["torchvision"], *libraries["timm"], "vanilla_cnn"]
-        known = libraries[library] if library else list(dict.fromkeys(every))
+        every = [name for names, _ in libraries.values() for name in names]
+        known = libraries[library][0] if library else list(dict.fromkeys([*every, "vanilla_cnn"]))
         close = difflib.get_close_matches(bare.lower(), known, n=4) or known[:4]
-        hint = "" if libraries["timm"] else " (timm is not installed: pip install 'deepsquare[timm]')"
+        hint = "" if libraries["timm"][0] else " (timm is not installed: pip install 'deepsquare[timm]')"
         raise ValueError(f"no model named {name!r}; the nearest names are {', '.join(close)}{hint}")
     if len(matches) == 2 and not _same_network(bare):
         raise ValueError(
             f"{name!r} names different networks in torchvision and in timm; write 'torchvision/{bare}' or 'timm/{bare}'"
         )
-    return matches[0], _builder(matches[0], bare)
+    return matches[0], partial(libraries[matches[0]][1], bare)
 
 
 @cache
 def _same_network(name: str) -> bool:
     """Whether torchvision's and timm's model of this name have the same parameters."""
-    shapes = []
-    for library in ("torchvision", "timm"):
-        with torch.device("meta"):
-            model = _builder(library, name)()
-        shapes.append({key: value.shape for key, value in model.state_dict().items()})
-    return shapes[0] == shapes[1]
+    with torch.device("meta"):
+        models = [build(name) for _, build in _libraries().values()]
+    first, second = ({key: value.shape for key, value in model.state_dict().items()} for model in models)
+    return first == second

@@ -1,7 +1,5 @@
 """From an image to a model's input: one object that checkpoints, exported files, data and training share."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

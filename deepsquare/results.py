@@ -4,8 +4,7 @@ A row is appended with one write under a lock and flushed to disk, so a killed p
 last line: readers skip it and the next writer removes it. Several writers can share a store.
 """
 
-from __future__ import annotations
-
+import base64
 import errno
 import json
 import math
@@ -13,8 +12,7 @@ import os
 import platform
 import subprocess
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -23,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from torch import Tensor
 
 from deepsquare._files import atomic_write
 
@@ -75,23 +75,24 @@ class Store:
         rows = []
         lines = self.path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
-            if not line:
-                continue
             try:
-                rows.append(msgspec.json.decode(line, type=Row))
+                rows += [msgspec.json.decode(line, type=Row)] if line else []
             except ValueError as error:
-                if number == len(lines):  # no newline after it: the writer was stopped
-                    warnings.warn(f"{self.path}: the last line is truncated; its run will be repeated", stacklevel=2)
-                    continue
-                reason = f"{self.path}, line {number}: not a row ({error}); remove that line to continue"
-                raise ValueError(reason) from error
+                if number < len(lines):
+                    reason = f"{self.path}, line {number}: not a row ({error}); remove that line to continue"
+                    raise ValueError(reason) from error
+                # No newline after it: the writer was stopped.
+                warnings.warn(f"{self.path}: the last line is truncated; its run will be repeated", stacklevel=2)
         return rows
 
     def append(self, row: Row) -> bool:
         """Add a row with the current conditions; False if the store already has a row with its key."""
         line = msgspec.structs.replace(row, **conditions()).to_json()
         msgspec.json.decode(line, type=Row)  # fail before writing if a field has the wrong type
-        with self._locked() as file:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+", buffering=0) as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             _repair_last_line(file)
             if any(present.key == row.key for present in self.rows()):
                 return False
@@ -112,14 +113,6 @@ class Store:
         with atomic_write(self.path) as temporary:
             temporary.write_bytes(content)
 
-    @contextmanager
-    def _locked(self) -> Iterator[FileIO]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+", buffering=0) as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield file  # closing the file releases the lock
-
 
 def _repair_last_line(file: FileIO) -> None:
     """Add the missing newline if the last line is a complete row; else remove the line."""
@@ -139,6 +132,19 @@ def _repair_last_line(file: FileIO) -> None:
 def round_for_json(values: Iterable[float], digits: int = 4) -> list[float | None]:
     """Values with a few significant digits, None for those that are not finite: JSON has no infinity."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
+
+
+def pack_bits(values: Tensor) -> str:
+    """Booleans (which test images a model classified correctly) as base64: eight per byte, the first in the highest."""
+    return base64.b64encode(np.packbits(values.numpy()).tobytes()).decode()
+
+
+def unpack_bits(text: str, count: int) -> Tensor:
+    """The first ``count`` booleans of a text by :func:`pack_bits`."""
+    packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    if not 0 <= count <= 8 * len(packed):
+        raise ValueError(f"count is {count}; expected at most the {8 * len(packed)} bits of the text")
+    return torch.from_numpy(np.unpackbits(packed, count=count).astype(bool))
 
 
 def conditions() -> dict[str, Any]:

@@ -3,8 +3,6 @@
 Importing this module registers them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepsquare._bits import pack_bits, unpack_bits
+from deepsquare.results import pack_bits, unpack_bits
 
 
 @given(st.lists(st.booleans(), max_size=70))

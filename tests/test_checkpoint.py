@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
 import deepsquare.checkpoint
-from deepsquare.checkpoint import RunInfo, read_header, read_preprocessing
+from deepsquare.checkpoint import RunInfo, read_header
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import equip_record
 
@@ -151,17 +151,26 @@ class Own(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_a_model_of_ones_own(foreign: bool, tmp_path: Path) -> None:
-    model, path = ds.equip(Own(), "pooling+softmin"), tmp_path / "m"
+@pytest.mark.parametrize(
+    ("spec", "dropout", "foreign", "steps"),
+    [
+        ("", None, False, "build the model yourself, then call"),
+        ("pooling+softmin", None, True, "build the model yourself, then call"),
+        ("", 0.2, False, "yourself, call deepsquare.equip(model, '', dropout=0.2), then call"),
+        ("pooling+softmin", None, False, "call deepsquare.equip(model, 'pooling+softmin', dropout=None), then call"),
+    ],
+)
+def test_a_model_of_ones_own(spec: str, dropout: float | None, foreign: bool, steps: str, tmp_path: Path) -> None:
+    model, path = ds.equip(Own(), spec, dropout=dropout), tmp_path / "m"
     if foreign:
         save_file(model.state_dict(), path)
     else:
         ds.save(model, path)
-    spec = "" if foreign else re.escape("pooling+softmin")
-    with pytest.raises(ValueError, match=rf"{path}.*which model.*spec '{spec}'.*deepsquare\.load_weights"):
+    start = f"{path} holds a model that create_model did not build"
+    with pytest.raises(ValueError, match=rf"{start}.*{re.escape(steps)} deepsquare\.load_weights") as caught:
         ds.load(path)
-    other = ds.equip(Own(), "pooling+softmin")
+    assert "\n" not in str(caught.value)
+    other = ds.equip(Own(), spec, dropout=dropout)
     assert ds.load_weights(other, path) == []
     assert_same(other, model)
 
@@ -265,10 +274,10 @@ def test_preprocessing_and_run_are_stored(tmp_path: Path) -> None:
     preprocessing = Preprocessing(("a", "b", "c"), 64, 72, (0.4, 0.4, 0.4), (0.2, 0.3, 0.2))
     run = RunInfo("vanilla_cnn+pooling", 4, init_from="vanilla_cnn")
     ds.save(trained("vanilla_cnn", num_classes=3), tmp_path / "m", preprocessing, run=run)
-    assert read_preprocessing(tmp_path / "m") == preprocessing
+    assert read_header(tmp_path / "m").preprocessing == preprocessing
     assert read_header(tmp_path / "m").run == run
     ds.save(trained("vanilla_cnn"), tmp_path / "m")
-    assert read_preprocessing(tmp_path / "m") is None
+    assert read_header(tmp_path / "m").preprocessing is None
     assert read_header(tmp_path / "m").run is None
 
 
@@ -281,7 +290,7 @@ def test_a_header_of_version_1(pictures: bool, tmp_path: Path) -> None:
     rewrite(path, {**header, "kwargs": None, "preprocessing": None, "run": None})
     assert_same(ds.load(path), model)
     expected = Preprocessing(("a", "b", "c"), 64, 72, (0.4, 0.4, 0.4), (0.2, 0.3, 0.2)) if pictures else None
-    assert read_preprocessing(path) == expected
+    assert read_header(path).preprocessing == expected
     rewrite(path, {"arguments": "[1]"})
     with pytest.raises(ValueError, match=rf"the header of {path} is damaged \(Expected `object`.*kwargs"):
         ds.load(path)

@@ -17,7 +17,6 @@ import deepsquare
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
     "_files",
-    "_bits",
     "_compat",
     "_threads",
     "kernels",

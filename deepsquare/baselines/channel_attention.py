@@ -3,8 +3,6 @@
 Squeeze-and-Excitation is torchvision's ``SqueezeExcitation``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The Fisher vector (Perronnin et al., 2010) as a layer, over a mixture of Gaussians fitted by scikit-learn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeVar
 

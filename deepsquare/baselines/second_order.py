@@ -4,8 +4,6 @@ Callers compute these in at least float32, outside autocast: a covariance is a s
 loses half of the digits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

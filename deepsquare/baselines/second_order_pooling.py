@@ -3,8 +3,6 @@
 Each takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

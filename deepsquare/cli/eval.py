@@ -40,7 +40,7 @@ def eval_command(
         device: cpu or cuda; by default a GPU if there is one.
         as_json: Print JSON.
     """
-    from deepsquare.checkpoint import load, read_preprocessing
+    from deepsquare.checkpoint import load, read_header
     from deepsquare.cli._checkpoint import model_file
     from deepsquare.data.splits import open_source
     from deepsquare.training import evaluate, init_distributed
@@ -48,7 +48,7 @@ def eval_command(
     from deepsquare.training.trainer import to_input
 
     checkpoint = model_file(checkpoint)
-    stored = read_preprocessing(checkpoint) or Preprocessing()
+    stored = read_header(checkpoint).preprocessing or Preprocessing()
     size, resize = size or stored.size, resize or max(stored.resize, size or 0)
     preprocessing = dataclasses.replace(stored, size=size, resize=resize)
     source, model = open_source(data, split), load(checkpoint).float()

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from deepsquare._compat import upgrade_metadata
+from deepsquare._compat import EXPORT_KEYS, rename_keys
 from deepsquare.preprocessing import Preprocessing
 
 METADATA_KEY = "deepsquare"  # of the metadata in an exported file
@@ -48,7 +48,7 @@ class Metadata:
         if text is None:
             raise ValueError(f"{path} has no metadata of deepsquare; expected a file that deepsquare export wrote")
         try:
-            return msgspec.convert(upgrade_metadata(msgspec.json.decode(text)), cls)
+            return msgspec.convert(rename_keys(msgspec.json.decode(text), EXPORT_KEYS), cls)
         except msgspec.MsgspecError as error:
             raise ValueError(f"the metadata of {path} is damaged ({error}); export it again") from error
 

@@ -4,8 +4,6 @@
 for the backward pass. Here a buffer that fits a cache holds the squares of one block at a time.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ headers nor a build per torch version; unlike generated code or numba it needs n
 thread pool. Where it was not built, :func:`supports` is False and PyTorch's operations run instead.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

@@ -7,8 +7,6 @@ subclasses) gets the eager reference instead, and so does a second derivative.
 ``DEEPSQUARE_KERNELS=0`` in the environment, or :func:`without_kernels`, turns the kernels off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ An operation decorates its eager reference, which :mod:`deepsquare.functional` d
 A call then runs the kernels of the backend that :mod:`deepsquare.kernels.dispatch` selects, or the reference.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType

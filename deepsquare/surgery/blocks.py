@@ -6,8 +6,6 @@ This is done for the classes in ``BRANCHES``, in eager mode; other blocks, and w
 one by one (hooks, compilers, exporters), run the block's original ``forward``.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Adding techniques to the sites of a model, and removing them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar

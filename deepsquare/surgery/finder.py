@@ -1,7 +1,5 @@
 """Finding the sites of a CNN in the data flow of its forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -69,8 +67,10 @@ def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
         module = model.get_submodule(path) if path else None
     if module is None:
         name, children = type(model).__name__, ", ".join(dict(model.named_children()))
-        problem = f"{name} has no module {path!r}" if path else f"the term {term!r} needs the name of a module"
-        raise ValueError(f"{problem}; write {term}(after='…') with a module of {name}, whose children are: {children}")
+        problem = f"{name} has no module {path!r} for" if path else "the name of a module is missing in"
+        raise ValueError(
+            f"{problem} the term {term!r}; name one as in {term}(after='…'). The children of {name} are: {children}"
+        )
     while isinstance(module, nn.Sequential) and len(module):  # an inserted child of a Sequential would be run by it
         name, module = list(module.named_children())[-1]
         path = f"{path}.{name}"

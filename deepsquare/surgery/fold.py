@@ -1,7 +1,5 @@
 """The inference form of a model: layers that only training needs are merged into the layers before them."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Changes to the head of the base model: strides of the last stage, width of the classifier, dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ NOTE not in paper: where γ and the bias are 0 the branch is F = 0, so G = 0, s 
 would ever get a gradient. So γ is set to 1. A zero γ beside a nonzero bias (a trained one) gives F ≠ 0 and is kept.
 """
 
-from __future__ import annotations
-
 import warnings
 
 from torch import Tensor, nn

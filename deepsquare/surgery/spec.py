@@ -4,8 +4,6 @@
 rebuild its model.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 from collections.abc import Sequence

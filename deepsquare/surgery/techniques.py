@@ -1,7 +1,5 @@
 """The techniques by name: each is a kind of site and the module that fills it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ other modules. So the model is run once on fake tensors, without computation or 
 This works for any model that runs, whatever its classes are.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepsquare._bits import pack_bits
 from deepsquare.data.loader import NO_LABEL
-from deepsquare.results import round_for_json
+from deepsquare.results import pack_bits, round_for_json
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
 from deepsquare.training.state import load_progress, save_progress

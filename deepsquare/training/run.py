@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deepsquare import checkpoint
-from deepsquare._compat import upgrade_run_summary
+from deepsquare._compat import RECIPE_KEYS, rename_keys
 from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.data.splits import check_same_classes, open_source
 from deepsquare.models import create_model
@@ -209,7 +209,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}); remove it, or choose another --output") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{path} does not describe a run; remove it, or choose another --output")
-    return upgrade_run_summary(summary)
+    return dict(rename_keys(summary, RECIPE_KEYS))
 
 
 @contextmanager

@@ -189,7 +189,7 @@ def test_two_names_of_one_module_are_refused() -> None:
         ("lp(p=0.5)", "p is 0.5 .* at least 1"),
         ("lp(p='2')", "p='2', expected a float"),
         ("lp(sigma=0)", "sigma 0.0, expected .* a positive sigma"),
-        ("square", r"'square' needs the name of a module; write square\(after='…'\) .*children are: conv1, bn1, act1"),
+        ("square", r"missing in the term 'square'; name one as in square\(after='…'\).* ResNet are: conv1, bn1, act1"),
         ("square(after='layer9')", "ResNet has no module 'layer9'.* conv1, bn1"),
         ("square(after='layer1.0.conv9')", "no module 'layer1.0.conv9'"),
         ("square(after=3)", "after=3, expected a str"),

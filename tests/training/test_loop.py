@@ -14,7 +14,7 @@ from helpers.points import Points
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepsquare._bits import unpack_bits
+from deepsquare.results import unpack_bits
 from deepsquare.training import CifarRecipe, DivergedError, History, Recipe, evaluate, fit
 from deepsquare.training.loop import PATIENCE, tune_malloc
 

@@ -18,7 +18,7 @@ from helpers.shell import Shell
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deepsquare.checkpoint import load, read_preprocessing, save
+from deepsquare.checkpoint import load, read_header, save
 from deepsquare.nn import SquareSoftmin
 from deepsquare.results import Store
 from deepsquare.training import ImageNetRecipe, LoaderConfig, StoppedError, Trainer, TrainerConfig, fit
@@ -212,7 +212,7 @@ def test_train_and_eval_from_the_command_line(data: Path, tmp_path: Path, shell:
     assert code == 0, output
     metrics = json.loads(output)
     assert (metrics["images"], metrics["size"], metrics["resize"]) == (21, 32, 36)  # as it was trained
-    model, stored = load(run / "model.safetensors"), read_preprocessing(run / "model.safetensors")
+    model, stored = load(run / "model.safetensors"), read_header(run / "model.safetensors").preprocessing
     assert stored is not None
     save(model.double(), tmp_path / "odd.safetensors", dataclasses.replace(stored, mean=(0.0, 0.0, 0.0)))
     code, output = shell("eval", tmp_path / "odd.safetensors", "--data", data, "--json", *SMALL[-4:])
