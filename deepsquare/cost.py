@@ -16,22 +16,14 @@ from deepsquare.surgery.trace import copy_around, example_shape, explain_shape, 
 
 aten = torch.ops.aten
 
-
-def _output_size(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    return out_val.numel()
-
-
-def _input_size(x: Tensor, *args: Any, **kwargs: Any) -> int:
-    return x.numel()
-
-
-def _eigh_flops(matrix: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 9 * matrix.numel() * matrix.shape[-1]  # Golub and Van Loan, Matrix Computations: 9n³ for the symmetric QR
-
-
-# torch's counter has convolutions and matrix products; DeepSquare adds elementwise products.
-ELEMENTWISE: dict[Any, Any] = {aten.mul: _output_size, aten.pow: _output_size, aten.linalg_vector_norm: _input_size}
-COUNTS = {**ELEMENTWISE, aten._linalg_eigh: _eigh_flops}
+# torch's counter has convolutions and matrix products; DeepSquare adds elementwise products and eigendecompositions.
+ELEMENTWISE: dict[Any, Any] = {
+    aten.mul: lambda *args, out_val, **kwargs: out_val.numel(),
+    aten.pow: lambda *args, out_val, **kwargs: out_val.numel(),
+    aten.linalg_vector_norm: lambda x, *args, **kwargs: x.numel(),
+}
+# 9n³ for the symmetric QR algorithm (Golub and Van Loan, Matrix Computations).
+COUNTS = {**ELEMENTWISE, aten._linalg_eigh: lambda matrix, *args, **kwargs: 9 * matrix.numel() * matrix.shape[-1]}
 for _count in COUNTS.values():
     _count._get_raw = True  # torch's counter then passes tensors instead of shapes
 

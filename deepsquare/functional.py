@@ -2,7 +2,8 @@
 
 Chen et al., "DeepSquare: Boosting the Learning Power of Deep Convolutional Neural Networks with Elementwise Square
 Operators". A *map* is a tensor (N, C, spatial…) with one, two or three spatial dimensions, in any memory layout; HW
-stands for the number of its spatial positions. The fused forms of :mod:`deepsquare.kernels` decorate their formula.
+stands for the number of its spatial positions. A pooling returns (N, C), or (N, C, 1, …) with ``keepdim``. The fused
+forms of :mod:`deepsquare.kernels` decorate their formula.
 
 NOTE not in paper: number formats. Half types (float16, bfloat16) are squared and summed in float32. Under autocast the
 poolings and Square-Softmin return float32, as torch's own ``pow`` and ``norm`` do; in a half-precision model they
@@ -43,8 +44,7 @@ def _relu_square(x: Tensor) -> Tensor:
 def square_pooling(x: Tensor, keepdim: bool = False) -> Tensor:
     """Equation (20), Square-Pooling: G_k = 1/HW · Σ_ij F_ijk².
 
-    ``x`` is F (N, C, spatial…); returns G (N, C), or (N, C, 1, …) with ``keepdim``. It is the second moment about the
-    origin: mean² + variance (Equation 21).
+    ``x`` is F. The result is the second moment about the origin: mean² + variance (Equation 21).
     """
     _require_map(x)
     return _pooled(_mean_square(x), x, keepdim)
@@ -56,10 +56,7 @@ def _mean_square(x: Tensor) -> Tensor:
 
 
 def moment_pooling(x: Tensor, order: int, keepdim: bool = False) -> Tensor:
-    """Table 3: the moment about the origin 1/HW · Σ_ij F_ijk^order; 1 is the mean, 2 is Square-Pooling.
-
-    ``x`` is F (N, C, spatial…); returns (N, C), or (N, C, 1, …) with ``keepdim``.
-    """
+    """Table 3: the moment about the origin 1/HW · Σ_ij F_ijk^order of F = ``x``; 1 is the mean, 2 Square-Pooling."""
     _require_map(x)
     if not isinstance(order, int) or order < 1:
         raise ValueError(f"order is {order!r}, expected a positive integer: 1 for the mean, 2 for Square-Pooling.")
@@ -73,8 +70,7 @@ def moment_pooling(x: Tensor, order: int, keepdim: bool = False) -> Tensor:
 def gem_pooling(x: Tensor, p: float | Tensor, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
     """Equation (8), generalised-mean pooling: O = (1/HW · Σ_ij I(i, j)^p)^(1/p).
 
-    ``x`` is I (N, C, spatial…); ``p`` a positive number or a tensor of one element, which may be learned.
-    Returns (N, C), or (N, C, 1, …) with ``keepdim``.
+    ``x`` is the map I; ``p`` a positive number or a tensor of one element, which may be learned.
 
     NOTE not in paper: values below ``eps`` count as ``eps``, as in the GeM authors' release, so that the
     power of a negative value and the slope of the root at zero are never met.
@@ -98,8 +94,7 @@ def gem_pooling(x: Tensor, p: float | Tensor, eps: float = 1e-6, keepdim: bool =
 def lp_pooling(x: Tensor, p: float, kernel: Tensor, keepdim: bool = False) -> Tensor:
     """Equation (7), Lp-pooling: O = (Σ_ij |I(i, j)|^p · G(i, j))^(1/p).
 
-    ``x`` is I (N, C, spatial…); ``kernel`` is G, of the map's spatial shape (see ``gaussian_kernel``).
-    Returns (N, C), or (N, C, 1, …) with ``keepdim``.
+    ``x`` is the map I; ``kernel`` is G, of the map's spatial shape (see ``gaussian_kernel``).
 
     NOTE not in paper: |I| for I, whose power is undefined where a map is negative; p ≥ 1, below which the
     slope at zero is infinite; the gradient at an all-zero map, where the root has none, is 0.

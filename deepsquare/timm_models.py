@@ -6,9 +6,11 @@ Importing this module registers them.
 from collections.abc import Callable
 from typing import Any
 
+from timm.models import is_model, register_model
 from torch import nn
 
 from deepsquare.models import NETWORKS, create_model
+from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 __all__: list[str] = []  # timm's register_model adds each name
 
@@ -17,8 +19,8 @@ CONFIG = {
     "input_size": (3, 224, 224),
     "crop_pct": 224 / 256,
     "interpolation": "bilinear",
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
+    "mean": IMAGENET_MEAN,
+    "std": IMAGENET_STD,
     "num_classes": 1000,
 }
 
@@ -53,12 +55,6 @@ def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
     return build
 
 
-def _register() -> None:
-    from timm.models import is_model, register_model
-
-    for network in NETWORKS:
-        if not is_model(timm_name(network.model, network.spec)):
-            register_model(_entry_point(network.model, network.spec))
-
-
-_register()
+for _network in NETWORKS:
+    if not is_model(timm_name(_network.model, _network.spec)):
+        register_model(_entry_point(_network.model, _network.spec))

@@ -85,12 +85,9 @@ def _squeeze(channels: int, reduction: int) -> nn.Sequential:
 
 
 class GSoP(nn.Module):
-    """The block of GSoP-Net (Gao et al., 2019): channels gated by their covariances.
+    """The block of GSoP-Net (Gao et al., 2019): channels gated by the covariances of ``size`` channels.
 
-    Args:
-        channels: channels of the map.
-        size: number of channels of the covariance.
-        stride: of the reduction to ``size`` channels; 2 in the first stage in the authors' release.
+    ``stride`` is that of the reduction to these; in the authors' release it is 2 in the first stage.
     """
 
     def __init__(self, channels: int, size: int = 128, stride: int = 1) -> None:

@@ -39,12 +39,8 @@ def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) 
 class FisherVector(SecondOrderPooling):
     """The Fisher vector of the map's positions, with signed square root and L2 normalization.
 
-    The mixture is a buffer, not a parameter: it is fitted once, by :func:`fit_fisher`.
-
-    Args:
-        channels: channels of the map.
-        components: number of components of the mixture.
-        size: what the channels are reduced to; the result has 2·components·size values.
+    The channels are reduced to ``size``, which gives 2·components·size values. The mixture is a buffer, not a
+    parameter: it is fitted once, by :func:`fit_fisher`.
     """
 
     weights: Tensor

@@ -16,9 +16,7 @@ from deepsquare.baselines._common import fp32_context, init_kaiming
 class SecondOrderPooling(nn.Module, ABC):
     """Pools a map to ``out_channels`` values, computed by ``values`` in float32 and returned in the map's dtype.
 
-    Args:
-        reduce: applied to the map before its statistics are computed.
-        out_channels: number of values.
+    The subclasses take the map's ``channels`` first; ``reduce`` is applied before the statistics are computed.
     """
 
     def __init__(self, reduce: nn.Module, out_channels: int) -> None:
@@ -47,10 +45,8 @@ def _reduction(channels: int, size: int) -> nn.Sequential:
 class CovariancePooling(SecondOrderPooling):
     """MPN-COV (Li et al., 2017) and iSQRT-COV (Li et al., 2018): the square root of the channels' covariance.
 
-    Args:
-        channels: channels of the map.
-        size: what the channels are reduced to; the result has size·(size + 1)/2 values.
-        iterations: of the Newton–Schulz method (iSQRT-COV), or 0 for the eigendecomposition (MPN-COV).
+    The channels are reduced to ``size``, which gives size·(size + 1)/2 values. ``iterations`` are those of the
+    Newton–Schulz method (iSQRT-COV), 0 for the eigendecomposition (MPN-COV).
     """
 
     def __init__(self, channels: int, size: int = 256, iterations: int = 0) -> None:
@@ -68,9 +64,7 @@ class CovariancePooling(SecondOrderPooling):
 class BilinearPooling(SecondOrderPooling):
     """Bilinear pooling (Lin et al., 2015), Equation (6): second moments, signed square root, L2 normalization.
 
-    Args:
-        channels: channels of the map.
-        size: what the channels are reduced to, or 0 for no reduction; the result has size² values.
+    The channels are reduced to ``size``, which gives size² values, or for 0 not reduced.
     """
 
     def __init__(self, channels: int, size: int = 128) -> None:
@@ -82,12 +76,7 @@ class BilinearPooling(SecondOrderPooling):
 
 
 class CompactBilinearPooling(SecondOrderPooling):
-    """Compact bilinear pooling (Gao et al., 2016): a tensor sketch of the second moments of all channels.
-
-    Args:
-        channels: channels of the map.
-        size: number of values returned.
-    """
+    """Compact bilinear pooling (Gao et al., 2016): a tensor sketch, of ``size`` values, of the second moments."""
 
     index: Tensor
     sign: Tensor

@@ -227,12 +227,7 @@ def _relu_square(x: tl.tensor, grad: tl.tensor, y: tl.tensor, count: tl.int64, b
 
 
 _KERNELS = {
-    Kernel.POOL: _scale_planes,
-    Kernel.POOL_BACKWARD: _scale_planes,
-    Kernel.EXCITE: _scale_planes,
-    Kernel.EXCITE_BACKWARD: _excite_backward,
-    Kernel.EXCITE_ADD_RELU: _scale_planes,
-    Kernel.EXCITE_ADD_RELU_BACKWARD: _excite_backward,
-    Kernel.RELU_SQUARE: _relu_square,
-    Kernel.RELU_SQUARE_BACKWARD: _relu_square,
+    **dict.fromkeys((Kernel.POOL, Kernel.POOL_BACKWARD, Kernel.EXCITE, Kernel.EXCITE_ADD_RELU), _scale_planes),
+    **dict.fromkeys((Kernel.EXCITE_BACKWARD, Kernel.EXCITE_ADD_RELU_BACKWARD), _excite_backward),
+    **dict.fromkeys((Kernel.RELU_SQUARE, Kernel.RELU_SQUARE_BACKWARD), _relu_square),
 }

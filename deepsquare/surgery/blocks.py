@@ -6,8 +6,6 @@ This is done for the classes in ``BRANCHES``, in eager mode; other blocks, and w
 one by one (hooks, compilers, exporters), run the block's original ``forward``.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -35,15 +33,13 @@ class FusedBlock(DynamicSubclass):
     def forward(self, x: Tensor) -> Tensor:
         """The output of the block."""
         backend = kernels.backend_for(x)
-        if backend is None or not _can_fuse(self):
+        norm = None if backend is None else _fusable_norm(self)
+        if backend is None or norm is None:
             out: Tensor = super().forward(x)
             return out
-        *names, norm_name = _branch(self.deepsquare_base)[0]
         branch = x
-        for name in names:
+        for name in _branch(self.deepsquare_base)[0][:-1]:
             branch = self._modules[name](branch)  # type: ignore[misc]
-        norm = self._modules[norm_name]
-        assert isinstance(norm, WithInserted)
         branch = norm.deepsquare_base.forward(norm, branch)  # without the inserted excitation
         downsample = self._modules.get("downsample")
         residual = (x if downsample is None else downsample(x)).to(branch.dtype)
@@ -54,10 +50,9 @@ class FusedBlock(DynamicSubclass):
         return DF.square_excitation_add_relu(branch, alpha, residual, inplace=True)  # in place, as the block's own end
 
 
-@cache
-def _branch(block_class: type[nn.Module]) -> tuple[tuple[str, ...], str]:
+def _branch(block_class: type[nn.Module]) -> tuple[list[str], str]:
     layers, relu = BRANCHES.get((block_class.__module__, block_class.__qualname__), ("", ""))
-    return tuple(layers.split()), relu
+    return layers.split(), relu
 
 
 def fuse_blocks(model: nn.Module) -> None:
@@ -76,15 +71,18 @@ def unfuse_blocks(model: nn.Module) -> None:
             block.__class__ = block.deepsquare_base  # type: ignore[assignment]
 
 
-def _can_fuse(block: FusedBlock) -> bool:
-    """Runs at every call: modules are looked up in ``_modules``, not through the slower ``__getattr__``."""
+def _fusable_norm(block: FusedBlock) -> WithInserted | None:
+    """The last normalization, if its excitation and the ReLU can run in one pass.
+
+    Runs at every call: modules are looked up in ``_modules``, not through the slower ``__getattr__``.
+    """
     layers, relu_name = _branch(block.deepsquare_base)
     parts = block._modules
     norm, relu = parts[layers[-1]], parts[relu_name]
     if not isinstance(norm, WithInserted) or type(relu) is not nn.ReLU:
-        return False
+        return None
     excitation = norm._modules.get(EXCITATION)
-    return (
+    fusable = (
         type(excitation) is SquareExcitation
         and len(norm.deepsquare_inserted) == 1
         and parts.get("se") is None  # timm's blocks may have these two in between
@@ -92,6 +90,7 @@ def _can_fuse(block: FusedBlock) -> bool:
         and not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
         and not (_is_watched(norm) or _is_watched(excitation) or _is_watched(relu))
     )
+    return norm if fusable else None
 
 
 def _is_watched(module: nn.Module) -> bool:

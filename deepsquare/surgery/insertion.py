@@ -45,11 +45,15 @@ class DynamicSubclass(nn.Module):
         return _new, (self.deepsquare_mixin, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
 
 
-@cache
+_classes: dict[tuple[type[DynamicSubclass], type[nn.Module]], type[DynamicSubclass]] = {}
+
+
 def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
     """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
-    names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
-    return type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
+    if (mixin, base) not in _classes:
+        names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+        _classes[mixin, base] = type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
+    return _classes[mixin, base]
 
 
 def _new(mixin: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
