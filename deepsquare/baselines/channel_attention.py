@@ -8,10 +8,16 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsquare.baselines._common import fp32_context, init_kaiming
-from deepsquare.baselines.second_order import covariance
+from deepsquare.baselines.second_order import covariance, fp32_context
 
 EXTENTS = (0, 2, 4, 8)
+
+
+def _init_kaiming(module: nn.Module) -> None:
+    """Initialize every convolution as in ResNet and the authors' releases: normal, by the fan-out."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 class GatherExcite(nn.Module):
@@ -40,6 +46,7 @@ class GatherExcite(nn.Module):
         self.extent = extent
         self.size = tuple(size) if learned and not extent else None
         self.gather = _gather(channels, size, extent) if learned else _average(extent)
+        _init_kaiming(self.gather)
         self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,12 +74,12 @@ def _gather(channels: int, size: Sequence[int], extent: int) -> nn.Sequential:
         if len(size) != 2:
             raise ValueError(f"GE-θ over the whole map needs its height and width, got {tuple(size)}")
         whole = nn.Conv2d(channels, channels, (size[0], size[1]), groups=channels, bias=False)
-        return init_kaiming(nn.Sequential(whole, nn.BatchNorm2d(channels)))
+        return nn.Sequential(whole, nn.BatchNorm2d(channels))
     layers: list[nn.Module] = []
     for step in range(EXTENTS.index(extent)):
         layers += [nn.ReLU(inplace=True)] if step else []
         layers += [nn.Conv2d(channels, channels, 3, 2, 1, groups=channels, bias=False), nn.BatchNorm2d(channels)]
-    return init_kaiming(nn.Sequential(*layers))
+    return nn.Sequential(*layers)
 
 
 def _squeeze(channels: int, reduction: int) -> nn.Sequential:
@@ -98,7 +105,7 @@ class GSoP(nn.Module):
         self.norm = nn.BatchNorm2d(size)
         self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix separately
         self.expand = nn.Conv2d(4 * size, channels, 1)
-        init_kaiming(self)
+        _init_kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to the same shape."""

@@ -1,15 +1,25 @@
 """Second-order statistics of a map and their normalizations, as functions.
 
-Callers compute these in at least float32, outside autocast: a covariance is a sum of products, and a matrix square root
-loses half of the digits.
+Callers compute these in :func:`fp32_context`: a covariance is a sum of products, and a matrix square root loses half of
+the digits.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny
+
+
+@contextmanager
+def fp32_context(x: Tensor) -> Iterator[Tensor]:
+    """``x`` in at least float32, with autocast disabled."""
+    kind = x.device.type if x.device.type != "meta" else "cpu"
+    with torch.autocast(kind, enabled=False):
+        yield x if x.dtype == torch.float64 else x.float()
 
 
 def covariance(x: Tensor) -> Tensor:

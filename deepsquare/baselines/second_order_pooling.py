@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsquare.baselines import second_order
-from deepsquare.baselines._common import fp32_context, init_kaiming
 
 
 class SecondOrderPooling(nn.Module, ABC):
@@ -27,7 +26,7 @@ class SecondOrderPooling(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, out_channels, 1, 1)."""
         x = self.reduce(x)
-        with fp32_context(x) as map_:
+        with second_order.fp32_context(x) as map_:
             values = self.values(map_)
         return values.to(x.dtype)[..., None, None]
 
@@ -37,9 +36,10 @@ class SecondOrderPooling(nn.Module, ABC):
 
 
 def _reduction(channels: int, size: int) -> nn.Sequential:
-    """1×1 convolution, batch normalization, ReLU."""
-    layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
-    return init_kaiming(nn.Sequential(*layers))
+    """1×1 convolution, initialized as in ResNet and the authors' releases, batch normalization, ReLU."""
+    conv = nn.Conv2d(channels, size, 1, bias=False)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return nn.Sequential(conv, nn.BatchNorm2d(size), nn.ReLU(inplace=True))
 
 
 class CovariancePooling(SecondOrderPooling):
