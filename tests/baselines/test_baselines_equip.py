@@ -165,8 +165,11 @@ def test_what_does_not_suit(name: str, spec: str, message: str) -> None:
         ds.create_model(name, spec)
 
 
-@pytest.mark.parametrize("term", [*BASELINES, *ALIASES])
-@pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [("shufflenet_v2_x0_5", term) for term in (*BASELINES, *ALIASES)]
+    + [("resnet18", term) for term in ("se", "isqrt_cov", "gsop2")],  # a gate, a head, and both
+)
 def test_every_baseline_trains_saves_and_is_removed(name: str, term: str, tmp_path: Path) -> None:
     small = {"mpn_cov": "(size=16)", "isqrt_cov": "(size=16)", "bilinear": "(size=16)", "compact_bilinear": "(size=64)"}
     spec = term + small.get(term, "")

@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
 @pytest.mark.slow
 def test_export_and_predict(tmp_path: Path, shell: Shell) -> None:
     data = make_colored_folders(tmp_path / "data", train=1, val=2, side=80)
-    model, _ = trained("shufflenet_v2_x0_5", "pooling+softmin")
+    model, _ = trained("vanilla_cnn", "pooling+softmin")
     ds.checkpoint.save(model, tmp_path / "run.safetensors", IMAGES)
     code, output = shell("export", tmp_path / "run.safetensors", "--to", "onnx", "--images", data)
     assert code == 0, output

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,33 +21,39 @@ from deepsquare.training import ImageNetRecipe, LoaderConfig, Trainer, TrainerCo
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
 from deepsquare.training.loop import EpochMetrics
 
-data, out, options = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-epochs, die = 6 if "long" in options else 3, [int(option[4:]) for option in options if option.startswith("die=")]
-recipe = ImageNetRecipe(epochs=epochs, batch_size=12, lr=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
-loading = LoaderConfig(pipeline="torchvision")
-preprocessing = Preprocessing(size=16, resize=18)
-losses: list[float] = []
 
-with init_distributed("cpu") as distributed:
-    torch.manual_seed(0)
-    before = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8) if "long" in options else nn.Identity(), nn.ReLU())
-    network = nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
-    config = TrainerConfig(micro_batch_size=2 if "micro" in options else None)
-    trainer = Trainer(network, recipe, config, distributed, preprocessing)
-    batches = ImageBatches(open_source(data, "train"), recipe, distributed=distributed, loading=loading)
-    evaluation = ImageEvaluation(open_source(data, "val"), preprocessing, distributed, loading, batch_size=4)
+def main(data: Path, out: Path, options: Sequence[str] = ()) -> None:
+    epochs, die = 6 if "long" in options else 3, [int(option[4:]) for option in options if option.startswith("die=")]
+    recipe = ImageNetRecipe(epochs=epochs, batch_size=12, lr=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
+    loading = LoaderConfig(pipeline="torchvision")
+    preprocessing = Preprocessing(size=16, resize=18)
+    losses: list[float] = []
 
-    def on_step(epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
-        losses.append(epoch_metrics.mean_loss)
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and distributed.rank == distributed.world_size - 1 and len(losses) in die:
-            os.kill(os.getpid(), signal.SIGKILL)
+    with init_distributed("cpu") as distributed:
+        torch.manual_seed(0)
+        before = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8) if "long" in options else nn.Identity(), nn.ReLU())
+        network = nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
+        config = TrainerConfig(micro_batch_size=2 if "micro" in options else None)
+        trainer = Trainer(network, recipe, config, distributed, preprocessing)
+        batches = ImageBatches(open_source(data, "train"), recipe, distributed=distributed, loading=loading)
+        evaluation = ImageEvaluation(open_source(data, "val"), preprocessing, distributed, loading, batch_size=4)
 
-    checkpoint = out.with_suffix(".pt") if "checkpoint" in options else None
-    history = fit(trainer, batches, recipe, evaluation, checkpoint=checkpoint, checkpoint_interval=0, on_step=on_step)
-    if distributed.is_main_process:
-        weights = [value.flatten().tolist() for value in network.state_dict().values()]
-        metrics = {"losses": losses, "accuracy": history.accuracy, "loss": history.loss, "top5": history.top5}
-        out.write_text(
-            json.dumps({**metrics, "weights": weights, "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT")})
+        def on_step(epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
+            losses.append(epoch_metrics.mean_loss)
+            first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            if first and distributed.rank == distributed.world_size - 1 and len(losses) in die:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint = out.with_suffix(".pt") if "checkpoint" in options else None
+        history = fit(
+            trainer, batches, recipe, evaluation, checkpoint=checkpoint, checkpoint_interval=0, on_step=on_step
         )
+        if distributed.is_main_process:
+            weights = [value.flatten().tolist() for value in network.state_dict().values()]
+            metrics = {"losses": losses, "accuracy": history.accuracy, "loss": history.loss, "top5": history.top5}
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            out.write_text(json.dumps({**metrics, "weights": weights, "restarts": restarts}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,7 +1,5 @@
-"""A grid small enough to be killed many times: ``python toy_grid.py STORE [slow] [ray]``."""
+"""A grid small enough to be killed many times."""
 
-import signal
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,8 +43,5 @@ class Toy:
         return InMemoryBatches(data, run.recipe.batch_size, pad=2, seed=run.seed), evaluation
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    ray = "local" if "ray" in sys.argv[2:] else None
-    source = Toy(0.3 if "slow" in sys.argv[2:] else 0.0)
-    run_grid(RUNS, InMemoryTraining(source), Store(Path(sys.argv[1])), Workers(2, ray))
+def run(store: Path, pause: float = 0.0, ray: str | None = None) -> None:
+    run_grid(RUNS, InMemoryTraining(Toy(pause)), Store(store), Workers(2, ray))

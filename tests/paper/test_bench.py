@@ -82,7 +82,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
     monkeypatch.setattr(deploy, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})
-    deploy.run(["shufflenet_v2_x0_5"], ["se"], rounds=3, results=tmp_path)
+    deploy.run(["timm/test_resnet"], ["se"], rounds=3, results=tmp_path)
     rows = {row.row.rpartition("/")[2]: row.metrics for row in bench_rows(tmp_path)}
     assert rows.keys() == {"float32", "int8"}
     for found in rows.values():

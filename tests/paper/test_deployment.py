@@ -22,22 +22,22 @@ pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
 
 
 def test_parity_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"MODELS": ("shufflenet_v2_x0_5",), "SPECS": ("pooling",), "BASELINE_SPECS": (), "SIZE": 64}
+    small = {"MODELS": ("vanilla_cnn",), "SPECS": ("pooling",), "BASELINE_SPECS": (), "SIZE": 64}
     for name, value in small.items():
         monkeypatch.setattr(parity, name, value)
     monkeypatch.setattr(parity, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})
     parity.run_parity(results=tmp_path)
-    assert capsys.readouterr().out.startswith("shufflenet_v2_x0_5+pooling, onnx: relative error")
+    assert capsys.readouterr().out.startswith("vanilla_cnn+pooling, onnx: relative error")
     (row,) = Store(tmp_path / "deploy.jsonl").rows()
     assert row.metrics["max_rel_error"] < 1e-4
     parity.run_parity(results=tmp_path)
     assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="rows are models here; alexnet is none of shufflenet_v2_x0_5"):
+    with pytest.raises(ValueError, match="rows are models here; alexnet is none of vanilla_cnn"):
         parity.run_parity(rows=["alexnet"], results=tmp_path)
     monkeypatch.setattr(parity, "export", Mock(side_effect=ExportError("it cannot be")))
     monkeypatch.setattr(parity, "SPECS", ("softmin",))
     parity.run_parity(results=tmp_path)
-    assert "shufflenet_v2_x0_5+softmin, onnx: it cannot be" in capsys.readouterr().out
+    assert "vanilla_cnn+softmin, onnx: it cannot be" in capsys.readouterr().out
 
 
 def test_int8_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

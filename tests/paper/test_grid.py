@@ -4,7 +4,6 @@ import importlib.util
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import toy_grid
+from helpers.processes import start, wait
 from helpers.toy_grid import RUNS, Toy
 
 from deepsquare.models import create_model
@@ -24,7 +25,7 @@ from deepsquare.results import Row, Store
 from deepsquare.surgery import equip_record
 from deepsquare.training import Recipe
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "toy_grid.py"
+PAUSE = 0.3  # seconds after every epoch, so that there is time to stop it
 
 
 def silent(key: str, metrics: Any) -> None:
@@ -39,12 +40,6 @@ def expected() -> dict[str, Any]:
     rows = [InMemoryTraining(Toy())(run, None, silent) for run in RUNS]
     torch.set_num_threads(threads)
     return {row.key: row.metrics for row in rows}
-
-
-def start(store: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), str(store), *options]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def stored(store: Path) -> dict[str, Any]:
@@ -64,14 +59,13 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 def test_a_grid_killed_several_times_ends_with_the_rows_of_an_uninterrupted_one(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    store, rng = tmp_path / "rows.jsonl", random.Random(0)
+    store, errors, rng = tmp_path / "rows.jsonl", tmp_path / "stderr", random.Random(0)
     checkpoints = tmp_path / ".runs"
-    for _ in range(3):
-        grid = start(store, "slow")
+    for _ in range(2):
+        grid = start(toy_grid.run, store, PAUSE, stderr=errors)
         until(lambda: list(checkpoints.glob("*.pt")))
         time.sleep(rng.uniform(0, 1.5))
         grid.kill()  # SIGKILL: the grid cannot stop its processes
-        grid.communicate()
         time.sleep(2.5)  # its processes exit by themselves
         later = {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}
         time.sleep(1)
@@ -79,43 +73,39 @@ def test_a_grid_killed_several_times_ends_with_the_rows_of_an_uninterrupted_one(
     assert len(stored(store)) < len(RUNS)
     for path in checkpoints.glob("*.pt"):  # as a kill in the middle of a write leaves it
         path.with_name(f".{path.name}.{'0' * 32}").touch()
-    grid = start(store)
-    _, err = grid.communicate(timeout=120)
-    assert grid.returncode == 0, err
-    assert f"{len(RUNS)} of {len(RUNS)}" in err
+    assert wait(start(toy_grid.run, store, stderr=errors)) == 0, errors.read_text()
+    assert f"{len(RUNS)} of {len(RUNS)}" in errors.read_text()
     assert stored(store) == expected
     assert list(checkpoints.glob("*")) == []
 
 
 @pytest.mark.slow
 def test_two_grids_share_the_runs(tmp_path: Path, expected: dict[str, Any]) -> None:
-    store = tmp_path / "rows.jsonl"
-    grids = [start(store, "slow"), start(store, "slow")]
-    errs = [grid.communicate(timeout=120)[1] for grid in grids]
-    assert [grid.returncode for grid in grids] == [0, 0], errs
+    store, errors = tmp_path / "rows.jsonl", tmp_path / "stderr"
+    grids = [start(toy_grid.run, store, PAUSE, stderr=errors) for _ in range(2)]
+    assert [wait(grid) for grid in grids] == [0, 0], errors.read_text()
     assert stored(store) == expected
-    done = sum("%" in line for err in errs for line in err.splitlines())
-    assert done == len(RUNS)  # none of them twice
+    assert sum("%" in line for line in errors.read_text().splitlines()) == len(RUNS)  # none of them twice
 
 
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
-    store = tmp_path / "rows.jsonl"
-    grid = start(store, "slow")
+    store, errors = tmp_path / "rows.jsonl", tmp_path / "stderr"
+    grid = start(toy_grid.run, store, PAUSE, stderr=errors)
     until(lambda: list((tmp_path / ".runs").glob("*.pt")))
+    assert grid.pid is not None
     os.killpg(grid.pid, signal.SIGINT)  # as a terminal does
-    _, err = grid.communicate(timeout=60)
-    assert grid.returncode != 0
-    assert f"of {len(RUNS)} runs left; the same command resumes from the last epochs" in err
+    assert wait(grid) != 0
+    assert f"of {len(RUNS)} runs left; the same command resumes from the last epochs" in errors.read_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.slow
 def test_on_a_real_ray_cluster(tmp_path: Path, expected: dict[str, Any]) -> None:
-    store = tmp_path / "rows.jsonl"
-    grid = start(store, "ray")
-    _, err = grid.communicate(timeout=240)
-    assert grid.returncode == 0, err
+    store, errors = tmp_path / "rows.jsonl", tmp_path / "stderr"
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}  # Ray's workers import the helpers of the tests
+    grid = start(toy_grid.run, store, 0.0, "local", environment=environment, stderr=errors)
+    assert wait(grid) == 0, errors.read_text()
     assert stored(store) == expected
 
 

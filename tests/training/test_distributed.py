@@ -1,6 +1,7 @@
 """Many processes train like one, evaluate every image once, and restart when one of them is killed."""
 
 import json
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers import distributed_script
 from helpers.images import make_colored_folders
+from helpers.processes import start, wait
 
 from deepsquare.training import DistributedContext, init_distributed
 from deepsquare.training.distributed import rendezvous
-
-SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_script.py"
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +25,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_colored_folders(tmp_path_factory.mktemp("data"))
 
 
-def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [f"--max-restarts={restarts}", str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def one_process(*arguments: str | Path) -> int:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, timeout=300, check=False, capture_output=True).returncode
+def one_process(data: Path, out: Path, *options: str) -> int | None:
+    return wait(start(distributed_script.main, data, out, options, stderr=out.with_suffix(".err")))
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +46,24 @@ def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("micro",)])
-@pytest.mark.slow
 def test_two_processes_follow_the_loss_of_one(
     data: Path, alone: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    torchrun(2, data, tmp_path / "run.json", *options)
-    same(json.loads((tmp_path / "run.json").read_text()), alone)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    out = tmp_path / "run.json"
+    errors = tmp_path / "stderr"
+    processes = [
+        start(
+            distributed_script.main, data, out, options,
+            environment={**address, "RANK": rank, "LOCAL_RANK": rank}, stderr=errors,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    assert [wait(process) for process in processes] == [0, 0], errors.read_text()
+    same(json.loads(out.read_text()), alone)
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]  # it learns: the comparison is not one of standing still
 
 
@@ -66,7 +71,10 @@ def test_two_processes_follow_the_loss_of_one(
 def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     data: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    torchrun(2, data, tmp_path / "run.json", "checkpoint", "die=5", restarts=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    command += [distributed_script.__file__, str(data), str(tmp_path / "run.json"), "checkpoint", "die=5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["restarts"] == "1"
     losses = len(result["losses"])
@@ -74,13 +82,11 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_alike(
     same({**result, "losses": alone["losses"][:-losses] + result["losses"]}, alone)
 
 
-@pytest.mark.slow
 def test_ten_kills_at_random_steps_change_no_bit(data: Path, tmp_path: Path) -> None:
     random = Random(0)
     for _ in range(10):
-        assert (
-            one_process(data, tmp_path / "killed.json", "long", "checkpoint", f"die={random.randint(1, 4)}") == -SIGKILL
-        )
+        die = f"die={random.randint(1, 4)}"
+        assert one_process(data, tmp_path / "killed.json", "long", "checkpoint", die) == -SIGKILL
     assert one_process(data, tmp_path / "killed.json", "long", "checkpoint") == 0
     assert one_process(data, tmp_path / "undisturbed.json", "long") == 0
     killed, undisturbed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("killed", "undisturbed"))

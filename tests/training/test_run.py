@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.images import make_colored_folders
 from helpers.points import Points
+from helpers.processes import command_line, start, wait
 from helpers.shell import Shell
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -132,58 +134,52 @@ def test_a_training_state_of_version_2_is_resumed(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def run_in(data: Path, output: Path, *more: str, epochs: int = 8) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "deepsquare", "train", "shufflenet_v2_x0_5+pooling", "--data", str(data)]
-    command += [
-        *f"--epochs {epochs} --batch-size 12 --lr 0.002 --checkpoint-minutes 0".split(),
-        "--output",
-        str(output),
-    ]
+def train_in(data: Path, output: Path, *more: str) -> BaseProcess:
+    command = ["train", "shufflenet_v2_x0_5+pooling", "--data", str(data), "--output", str(output)]
+    command += ["--epochs", "5", "--batch-size", "12", "--lr", "0.002", "--checkpoint-minutes", "0"]
     command += [*SMALL, *more, "--results", str(output.parent)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    return start(command_line, command, stderr=output.with_suffix(".err"))
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, process: BaseProcess) -> None:
     end = time.monotonic() + 120
-    while not path.exists() and process.poll() is None and time.monotonic() < end:
+    while not path.exists() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.02)
-    assert path.exists(), process.communicate()[1]
+    assert path.exists()
 
 
-def stop(process: subprocess.Popen[str], path: Path, signal_number: int) -> str:
+def stop(process: BaseProcess, path: Path, signal_number: int) -> int | None:
     """Send a signal, as a terminal does to all of its processes, when the next checkpoint is written."""
     first = path.stat().st_mtime_ns
-    while path.stat().st_mtime_ns == first and process.poll() is None:
+    while path.stat().st_mtime_ns == first and process.is_alive():
         time.sleep(0.02)
+    assert process.pid is not None
     os.killpg(process.pid, signal_number)
-    return process.communicate(timeout=120)[1]
+    return wait(process)
 
 
 @pytest.mark.slow
 def test_a_killed_a_terminated_and_an_interrupted_run_end_as_the_undisturbed_one(data: Path, tmp_path: Path) -> None:
-    whole = run_in(data, tmp_path / "whole")
-    output = whole.communicate(timeout=240)[1]
-    assert whole.returncode == 0, output
+    errors = tmp_path / "run.err"
+    whole = train_in(data, tmp_path / "whole")
+    assert wait(whole) == 0, (tmp_path / "whole.err").read_text()
     run = tmp_path / "run"
-    killed = run_in(data, run)
+    killed = train_in(data, run)
     wait_for(run / "last.pt", killed)
     killed.kill()
-    killed.communicate()
+    wait(killed)
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        stopped = run_in(data, run, "--resume", "--workers", "2")
-        output = stop(stopped, run / "last.pt", number)
-        assert stopped.returncode == code, output
-        assert re.search(r"stopped after .*; the same command with --resume continues", output)
-        assert "Traceback" not in output
-    last = run_in(data, run, "--resume")
-    output = last.communicate(timeout=240)[1]
-    assert last.returncode == 0, output
+        errors.write_text("")
+        stopped = train_in(data, run, "--resume", "--workers", "2")
+        assert stop(stopped, run / "last.pt", number) == code, errors.read_text()
+        assert re.search(r"stopped after .*; the same command with --resume continues", errors.read_text())
+        assert "Traceback" not in errors.read_text()
+    assert wait(train_in(data, run, "--resume")) == 0, errors.read_text()
     ours, expected = (load_file(folder / "model.safetensors") for folder in (run, tmp_path / "whole"))
     assert ours.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in ours.items())
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == list(range(1, 9))
+    assert [line["epoch"] for line in lines] == list(range(1, 6))
     (row,) = Store(tmp_path / "imagenet.jsonl").rows()  # the second run is the same run
     assert row.experiment == data.resolve().name
     assert row.metrics["accuracy"] == lines[-1]["accuracy"]
