@@ -126,6 +126,18 @@ class Graph:
         return False
 
 
+class BatchNormShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Batch normalization by its shapes alone: on fake and meta tensors torch decomposes it in Python, which is slow."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default):
+            x = args[0]
+            return torch.empty_like(x), x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a :class:`Graph` while a model runs under this mode."""
 
@@ -288,7 +300,7 @@ def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         logger.disabled = True  # it prints the traceback of an error that is raised below
         try:
-            with explain_shape(model, (2, *shape)), recorder:
+            with explain_shape(model, (2, *shape)), BatchNormShapes(), recorder:  # type: ignore[no-untyped-call]
                 copied(batch)
         finally:
             logger.disabled = False
