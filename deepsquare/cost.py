@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -82,6 +83,18 @@ def cost_of(name: str, spec: str) -> Cost:
         return cost(create_model(name, spec))
 
 
+class _BatchNormShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Batch normalization by its shapes alone: on the meta device torch decomposes it in Python, which is slow."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default):
+            x = args[0]
+            return torch.empty_like(x), x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+        return func(*args, **(kwargs or {}))
+
+
 def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     """One forward pass over a whole batch, on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -98,7 +111,8 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     anchor = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     counter = FlopCounterMode(display=False, custom_mapping=ELEMENTWISE | OTHERS)
     try:
-        with torch.device("meta"), counter, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        with torch.device("meta"), counter, _BatchNormShapes(), hooks:  # type: ignore[no-untyped-call]
             output = model(torch.empty(shape, dtype=anchor.dtype))
     except Exception as error:
         raise ValueError(
