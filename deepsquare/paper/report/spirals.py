@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepsquare.paper.spirals.intervals import BETTER
+from deepsquare.paper.spirals.measures import BETTER
 from deepsquare.paper.statistics import Interval
 from deepsquare.paper.verdict import Verdict, judge_sign
 from deepsquare.results import Row

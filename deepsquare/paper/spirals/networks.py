@@ -51,11 +51,6 @@ class Task:
     loss: Callable[[Tensor, Tensor], Tensor]
     classification: bool = False
 
-    def batch(self, seeds: Sequence[int], split: data.Split, dtype: torch.dtype = torch.float32) -> Batch:
-        """The data of every seed, stacked."""
-        inputs, targets = zip(*(self.draw(seed, split) for seed in seeds), strict=True)
-        return torch.stack(inputs).to(dtype), torch.stack(targets).to(dtype)
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -133,7 +128,8 @@ class Networks:
 
     def batch(self, split: data.Split, dtype: torch.dtype = torch.float32) -> Batch:
         """The data of every network."""
-        inputs, targets = self.task.batch(self.seeds, split, dtype)
+        samples = zip(*(self.task.draw(seed, split) for seed in self.seeds), strict=True)
+        inputs, targets = (torch.stack(parts).to(dtype) for parts in samples)
         scaled = torch.cat([setting.scaled(inputs) for setting in self.settings])
         return scaled, targets.repeat(len(self.settings), 1, 1)
 
