@@ -115,6 +115,11 @@ class CaseSummary:
     counts: Counter[Pair]
 
     @property
+    def networks(self) -> int:
+        """How many networks of the case were counted."""
+        return self.counts.total()
+
+    @property
     def holds(self) -> bool | None:
         """Whether the paper's claim holds for every network of the case; None if there is no claim or no network."""
         return set(self.counts) <= self.case.allowed if self.case.allowed and self.counts else None
@@ -169,7 +174,7 @@ def _table(summaries: Sequence[CaseSummary], figure: Path, results: Path) -> Tab
         table.add_column(heading)
     for summary in summaries:
         holds = {True: "yes", False: "NO", None: "–"}[summary.holds]
-        networks = f"{summary.counts.total():,} of {summary.drawn:,}"
+        networks = f"{summary.networks:,} of {summary.drawn:,}"
         table.add_row(summary.case.name, networks, summary.case.claim, str(summary), holds)
     return table
 

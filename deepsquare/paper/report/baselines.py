@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepsquare.cost import Cost
+from deepsquare.paper.report.evidence import bench_rows
 from deepsquare.paper.statistics import Median, median_ratio
 from deepsquare.results import Row
 from deepsquare.surgery import TECHNIQUES
@@ -50,17 +51,12 @@ class Backbone:
 
 def backbones(rows: Sequence[Row]) -> dict[str, Backbone]:
     """The measurements by backbone and spec; those at the commit of the last one are pooled."""
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.date):
-        kind, _, name = row.row.partition("/")
-        if row.experiment == "bench" and kind == "models":
-            groups.setdefault(name, []).append(row)
     return {
         name: Backbone(
             measured[-1].recipe["threads"],
             {spec: _spec_times(spec, measured) for row in measured for spec in row.metrics if spec},
         )
-        for name, measured in groups.items()
+        for name, measured in bench_rows(rows, "models").items()
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepsquare.paper.report.evidence import bench_rows
 from deepsquare.results import Row
 
 TITLES = {
@@ -64,9 +65,6 @@ class OpTimes:
 
 def op_times(rows: Sequence[Row]) -> list[OpTimes]:
     """The last measurement of each function, layout and dtype."""
-    latest = {}
-    for row in sorted(rows, key=lambda row: row.date):
-        if row.experiment == "bench" and row.row.startswith("ops/"):
-            _, function, layout, dtype = row.row.split("/")
-            latest[row.row] = OpTimes(function, layout, dtype, row.metrics, row.recipe)
-    return sorted(latest.values(), key=lambda times: (list(TITLES).index(times.function), times.dtype != "float32"))
+    latest = {name: measured[-1] for name, measured in bench_rows(rows, "ops").items()}
+    functions = [OpTimes(*name.split("/"), row.metrics, row.recipe) for name, row in latest.items()]
+    return sorted(functions, key=lambda times: (list(TITLES).index(times.function), times.dtype != "float32"))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from deepsquare.paper.spirals.measures import BETTER
 from deepsquare.paper.statistics import Interval
-from deepsquare.paper.verdict import Verdict, judge_sign
+from deepsquare.paper.verdict import judge_sign
 from deepsquare.results import Row
 
 LABELS = {
@@ -24,81 +23,69 @@ LABELS = {
 PERFORMANCE = ("test_loss", "train_loss", "test_accuracy")  # Figures 4 and 6; the other metrics are those of 3 and 5
 
 
-@dataclass(frozen=True)
-class Difference:
-    """ReLU-Square minus ReLU, paired by seed."""
+def finals(rows: Sequence[Row], task: str, smoothness: bool) -> dict[str, Any] | None:
+    """The networks of a task after training, labelled ``task/activation``, as a figure shows them; None without rows.
 
-    interval: Interval
-    share_better: float | None  # of the seeds
-    verdict: Verdict | None  # None where the paper claims nothing
-
-
-@dataclass(frozen=True)
-class Finals:
-    """The networks of a task after training: by activation, then by metric."""
-
-    names: tuple[str, ...]
-    networks: Mapping[str, Mapping[str, Interval]]
-    differences: Mapping[str, Difference]
-    settings: tuple[Mapping[str, int], ...]  # settings in which ReLU-Square is better, by steps
-
-    @property
-    def seeds(self) -> int:
-        """The number of networks of each activation."""
-        return max(mean.n for means in self.networks.values() for mean in means.values())
-
-
-def finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
-    """The rows of a task, labelled ``task/activation``, as a figure shows them; None where there are none."""
+    ``networks`` has the means by activation and metric, ``differences`` ReLU-Square minus ReLU, paired by seed, and
+    ``settings`` those in which ReLU-Square is better, by steps.
+    """
+    metrics = _metrics(rows)
     try:
-        return _finals(rows, task, smoothness)
+        trained = {
+            name.removeprefix(f"{task}/"): stored
+            for name, stored in metrics.items()
+            if "means" in stored and name.startswith(f"{task}/")
+        }
+        shown = dict.fromkeys(name for stored in trained.values() for name in stored["means"])
+        names = [name for name in shown if smoothness is (name not in PERFORMANCE)]
+        if not names:
+            return None
+        networks = {
+            activation: {name: _interval(stored, name, stored["means"][name]) for name in names}
+            for activation, stored in trained.items()
+        }
+        square = trained.get("relu_square", {}) if "relu" in trained else {}
+        against = square.get("against_relu", {})
+        return {
+            "names": names,
+            "networks": networks,
+            "seeds": max(mean.n for means in networks.values() for mean in means.values()),
+            "differences": {name: _difference(square, name, against[name]) for name in names if name in against},
+            "settings": [] if smoothness else metrics.get(f"settings/{task}", {}).get("relu_square_better", []),
+        }
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"a row {task}/… of the spirals lacks a value ({error!r}); create the rows again: reproduce fig3"
         raise ValueError(reason) from error
 
 
-def _finals(rows: Sequence[Row], task: str, smoothness: bool) -> Finals | None:
-    rows = [row for row in rows if row.experiment == "spirals"]
-    by_activation: dict[str, Row] = {}
-    for row in rows:
-        if "means" in row.metrics and row.row.startswith(f"{task}/"):
-            by_activation.setdefault(row.row.removeprefix(f"{task}/"), row)
-    metrics = dict.fromkeys(name for row in by_activation.values() for name in row.metrics["means"])
-    names = tuple(name for name in metrics if smoothness is (name not in PERFORMANCE))
-    if not names:
-        return None
-    networks = {
-        activation: {name: _interval(row, name, row.metrics["means"][name]) for name in names}
-        for activation, row in by_activation.items()
-    }
-    square = by_activation.get("relu_square") if "relu" in by_activation else None
-    against = square.metrics.get("against_relu", {}) if square else {}
-    differences = {name: _difference(square, name, against[name]) for name in names if square and name in against}
-    better = next((r.metrics.get("relu_square_better", ()) for r in rows if r.row == f"settings/{task}"), ())
-    return Finals(names, networks, differences, () if smoothness else tuple(better))
-
-
-def _interval(row: Row, name: str, stored: Mapping[str, float]) -> Interval:
+def _interval(metrics: Mapping[str, Any], name: str, stored: Mapping[str, float]) -> Interval:
     """A stored mean; accuracies in per cent."""
-    return Interval.read(stored, len(row.metrics[name]), 100 if "accuracy" in name else 1)
+    return Interval.read(stored, len(metrics[name]), 100 if "accuracy" in name else 1)
 
 
-def _difference(row: Row, name: str, stored: Mapping[str, float]) -> Difference:
-    interval = _interval(row, name, stored)
+def _difference(metrics: Mapping[str, Any], name: str, stored: Mapping[str, float]) -> dict[str, Any]:
+    """The difference, the share of the seeds in which it is an improvement, and the verdict if the paper claims one."""
+    interval = _interval(metrics, name, stored)
     verdict = judge_sign(BETTER[name], interval) if name in BETTER else None
-    return Difference(interval, stored.get("share_better"), verdict)
+    return {"interval": interval, "share_better": stored.get("share_better"), "verdict": verdict}
+
+
+def _metrics(rows: Sequence[Row]) -> dict[str, Mapping[str, Any]]:
+    """The metrics of the spirals by the label of the row; the first row with a label counts."""
+    metrics: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if row.experiment == "spirals":
+            metrics.setdefault(row.row, row.metrics)
+    return metrics
 
 
 def activation_costs(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Any]]:
     """The time of each activation relative to ReLU."""
-    stored = (row.metrics.get("relative_to_relu", {}) for row in rows if row.experiment == "spirals")
-    return next(filter(None, stored), {})
+    costs: Mapping[str, Mapping[str, Any]] = _metrics(rows).get("activation cost", {}).get("relative_to_relu", {})
+    return costs
 
 
 def ablations(rows: Sequence[Row]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """The cases of each row ``ablation/NAME``, by name."""
-    cases: dict[str, Sequence[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.experiment == "spirals" and row.row.startswith("ablation/"):
-            cases.setdefault(row.row.removeprefix("ablation/"), row.metrics.get("cases", ()))
-    return cases
+    stored = {name: metrics for name, metrics in _metrics(rows).items() if name.startswith("ablation/")}
+    return {name.removeprefix("ablation/"): metrics.get("cases", ()) for name, metrics in stored.items()}
