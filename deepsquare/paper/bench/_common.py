@@ -18,6 +18,7 @@ from deepsquare.paper.statistics import Median
 from deepsquare.results import Row, Store, round_for_json
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def check(results: Path, **counts: int | None) -> None:
@@ -36,9 +37,9 @@ def time_call(call: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def interleave(candidates: Mapping[str, Callable[[], T]], rounds: Iterable[object]) -> dict[str, list[T]]:
+def interleave(candidates: Mapping[K, Callable[[], T]], rounds: Iterable[object]) -> dict[K, list[T]]:
     """Call every candidate once per round; what each returned, by round."""
-    measurements: dict[str, list[T]] = {name: [] for name in candidates}
+    measurements: dict[K, list[T]] = {name: [] for name in candidates}
     for _ in rounds:
         for name, measure in candidates.items():
             measurements[name].append(measure())

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -64,11 +64,11 @@ class RunResult:
             return None
         shared = {name: value for name, value in recipe.items() if name not in NETWORK_FIELDS}
         try:
-            schedule = Schedule(row.experiment, str(recipe.get("schedule", "runs")), int(recipe["epochs"]))
+            schedule, epochs = str(recipe.get("schedule", "runs")), int(recipe["epochs"])
             fraction = metrics["accuracy"]
             accuracy = 100 * fraction if fraction is not None and math.isfinite(fraction) else None
             return cls(
-                schedule=replace(schedule, continued="init_from" in recipe),
+                schedule=Schedule(row.experiment, schedule, epochs, continued="init_from" in recipe),
                 model=str(recipe["model"]),
                 spec=str(recipe["spec"]),
                 seed=row.seed,

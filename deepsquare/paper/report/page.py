@@ -17,14 +17,7 @@ from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
 from deepsquare.paper.report import charts, deployment, spirals
 from deepsquare.paper.report.baselines import backbones
-from deepsquare.paper.report.evidence import (
-    RowFindings,
-    RunResult,
-    TableFindings,
-    grouped,
-    read_stores,
-    table_findings,
-)
+from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.report.figures import FIGURES, fig2_rows, figure_data_uri
 from deepsquare.paper.report.network import table_1
 from deepsquare.paper.report.ops import op_times

@@ -1,7 +1,7 @@
 """The smoothness of the networks of Section 3.2, the cost of their activations, and means over seeds with intervals."""
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from deepsquare._threads import one_thread
+from deepsquare.paper.bench._common import interleave, time_call
 from deepsquare.paper.spirals.data import ARMS, Array, trajectory
 from deepsquare.paper.spirals.networks import ACTIVATIONS, Activation, Networks
 from deepsquare.paper.statistics import interval
@@ -100,15 +101,14 @@ def activation_costs(elements: int, repeats: int) -> dict[str, dict[str, float]]
         "forward": lambda activation: activation(x),
         "forward_backward": lambda activation: torch.autograd.grad(activation(leaf), leaf, gradient),
     }
-    best = {name: dict.fromkeys(passes, np.inf) for name in ACTIVATIONS}
+    calls = {
+        (name, kind): partial(time_call, partial(function, activation))
+        for name, activation in ACTIVATIONS.items()
+        for kind, function in passes.items()
+    }
     with one_thread():
-        for _ in range(repeats):
-            for name, activation in ACTIVATIONS.items():
-                for kind, function in passes.items():
-                    start = time.perf_counter()
-                    function(activation)
-                    best[name][kind] = min(best[name][kind], time.perf_counter() - start)
-    return best
+        seconds = interleave(calls, range(repeats))
+    return {name: {kind: min(seconds[name, kind]) for kind in passes} for name in ACTIVATIONS}
 
 
 def settled(values: Array, worst: float | None = None) -> Array:
