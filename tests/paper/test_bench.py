@@ -16,7 +16,7 @@ from deepsquare.data import open_source, write_shards
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.paper.bench import _common, data, models, ops, train
 from deepsquare.paper.bench import deployment as deploy
-from deepsquare.paper.report.baselines import backbones
+from deepsquare.paper.report.bench import backbones
 from deepsquare.results import Row, Store
 
 

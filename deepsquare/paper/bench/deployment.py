@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -128,18 +129,14 @@ def _in_subprocess(measurement: str, paths: Sequence[Path], threads: int, iterat
 def _latency(paths: Sequence[Path], rounds: int) -> list[list[float]]:
     """Seconds of each round, for each file."""
     torch.set_num_threads(1)
-    models, image = [load_exported(path) for path in paths], _image()
-    for _ in range(WARMUP_ITERATIONS):
-        for model in models:
-            model(image)
-    seconds: list[list[float]] = [[] for _ in models]
-    order, rng = list(range(len(models))), random.Random(0)
+    image, rng = _image(), random.Random(0)
+    calls = [partial(load_exported(path), image) for path in paths]
+    for call in calls:
+        _common.time_call(call, WARMUP_ITERATIONS)
+    seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        rng.shuffle(order)
-        for index in order:
-            start = time.perf_counter()
-            models[index](image)
-            seconds[index].append(time.perf_counter() - start)
+        for index in rng.sample(range(len(calls)), len(calls)):
+            seconds[index].append(_common.time_call(calls[index]))
     return seconds
 
 

@@ -128,7 +128,7 @@ def measure(
     grad = torch.randn_like(function.ours(x, alpha, residual))
     metrics: dict[str, Any] = {}
     for kind, calls in (
-        (FORWARD, {name: partial(_forward, form, inputs) for name, form in forms.items()}),
+        (FORWARD, {name: torch.no_grad()(partial(form, *inputs)) for name, form in forms.items()}),
         (STEP, {name: partial(_step, form, inputs, grad) for name, form in forms.items()}),
     ):
         times = _time({name: limits[name] for name in set(function.limits[kind])} | calls, rounds)
@@ -142,11 +142,6 @@ def measure(
         }
     metrics["bytes"] = x.numel() * x.element_size()
     return metrics
-
-
-def _forward(form: Call, inputs: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        form(*inputs)
 
 
 def _step(form: Call, inputs: Sequence[Tensor], grad: Tensor) -> None:

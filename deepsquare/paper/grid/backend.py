@@ -8,11 +8,11 @@ import signal
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deepsquare._threads import cores
@@ -42,25 +42,27 @@ class Workers:
 
     def start(self, tasks: int) -> Backend:
         """The backend for so many tasks."""
-        return LocalBackend(min(self.processes or cores(), tasks)) if self.ray is None else RayBackend(self.ray)
+        return _local_processes(min(self.processes or cores(), tasks)) if self.ray is None else _ray_cluster(self.ray)
 
 
 LOCAL = Workers()
 
 
-class Backend(ABC):
-    """Runs tasks in parallel."""
+@dataclass(frozen=True)
+class Backend:
+    """Runs tasks in parallel.
+
+    Attributes:
+        workers: how many at once.
+        queue: the keys and metrics that the workers report.
+        submit: starts a task.
+        stop: ends all tasks; unfinished runs have their checkpoints.
+    """
 
     workers: int
-    queue: Any  # the keys and metrics that the workers report
-
-    @abstractmethod
-    def submit(self, task: WorkerTask) -> Future[Row | None]:
-        """Start a task."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End all tasks; unfinished runs have their checkpoints."""
+    queue: Any
+    submit: Callable[[WorkerTask], Future[Row | None]]
+    stop: Callable[[], None]
 
     def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[Outcome]:
         """Run the tasks and yield the outcome of each when it ends; ``on_progress`` is called in this thread."""
@@ -80,23 +82,18 @@ class Backend(ABC):
 _progress_queue: Any = None  # set in a worker process
 
 
-class LocalBackend(Backend):
+def _local_processes(workers: int) -> Backend:
     """A pool of local processes. They exit when the grid that started them exits or is killed."""
+    context = multiprocessing.get_context("spawn")
+    progress_queue = context.Queue()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (progress_queue, os.getpid()))
 
-    def __init__(self, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.workers, self.queue = workers, context.Queue()
-        self._pool = ProcessPoolExecutor(workers, context, _start_worker, (self.queue, os.getpid()))
-
-    def submit(self, task: WorkerTask) -> Future[Row | None]:
-        """Run a task in a process of the pool."""
-        return self._pool.submit(_run_task, task)
-
-    def stop(self) -> None:
-        """Terminate the processes."""
-        for process in list((self._pool._processes or {}).values()):
+    def stop() -> None:
+        for process in list((pool._processes or {}).values()):
             process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+
+    return Backend(workers, progress_queue, partial(pool.submit, _run_task), stop)
 
 
 def _start_worker(progress_queue: Any, parent: int) -> None:
@@ -117,32 +114,21 @@ def _run_task(task: WorkerTask, progress_queue: Any = None) -> Row | None:
     return task(lambda key, metrics: destination.put((key, metrics)))
 
 
-class RayBackend(Backend):
-    """One core per task on a Ray cluster; ``local`` starts one on this machine."""
-
-    def __init__(self, address: str) -> None:
-        try:
-            import ray
-            from ray.util.queue import Queue
-        except ImportError as error:
-            raise ValueError("--ray needs Ray: pip install 'deepsquare[ray]'") from error
-        self._ray: Any = ray
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        try:
-            if host and port.isdecimal():  # fail early if nothing listens: Ray itself would retry for many minutes
-                socket.create_connection((host, int(port)), timeout=10).close()
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except OSError as error:
-            raise OSError(f"no Ray cluster at {address!r} ({error}); start one with 'ray start --head'") from error
-        self.workers = int(self._ray.cluster_resources().get("CPU", 1))
-        self.queue = Queue(actor_options={"num_cpus": 0})
-
-    def submit(self, task: WorkerTask) -> Future[Row | None]:
-        """Run a task on the cluster."""
-        remote = self._ray.remote(num_cpus=1, max_retries=3)(_run_task)
-        future: Future[Row | None] = remote.remote(task, self.queue).future()
-        return future
-
-    def stop(self) -> None:
-        """Disconnect from the cluster, which cancels the tasks of this grid."""
-        self._ray.shutdown()
+def _ray_cluster(address: str) -> Backend:
+    """One core per task on a Ray cluster; ``local`` starts one on this machine, and stopping disconnects from it."""
+    try:
+        import ray
+        from ray.util.queue import Queue
+    except ImportError as error:
+        raise ValueError("--ray needs Ray: pip install 'deepsquare[ray]'") from error
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host and port.isdecimal():  # fail early if nothing listens: Ray itself would retry for many minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except OSError as error:
+        raise OSError(f"no Ray cluster at {address!r} ({error}); start one with 'ray start --head'") from error
+    progress_queue = Queue(actor_options={"num_cpus": 0})
+    remote: Any = ray.remote(num_cpus=1, max_retries=3)(_run_task)
+    workers = int(ray.cluster_resources().get("CPU", 1))
+    return Backend(workers, progress_queue, lambda task: remote.remote(task, progress_queue).future(), ray.shutdown)

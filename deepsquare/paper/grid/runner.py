@@ -55,11 +55,6 @@ class TrainingRun:
         return recipe if self.init_from is None else {**recipe, "init_from": self.init_from}
 
     @property
-    def provenance(self) -> dict[str, Any]:
-        """What identifies the trained model among those of the experiment."""
-        return {"row": self.row, "seed": self.seed, "init_from": self.init_from}
-
-    @property
     def key(self) -> str:
         """The identity of the run in the store."""
         return run_key(self.experiment, self.row, self.seed, self.to_recipe())

@@ -10,9 +10,8 @@ chosen by a result.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +57,7 @@ def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[Tr
 
 def _continued(experiment: str, seed: int, entry: PaperRow) -> TrainingRun:
     base = recipe_of(entry.model)
-    recipe = dataclasses.replace(
+    recipe = replace(
         base, spec=entry.spec, epochs=CONTINUED_EPOCHS, warmup=0.0, lr=CONTINUED_LR * base.lr,
         dropout=DROPOUT if entry.spec else None,
     )  # fmt: skip
@@ -87,8 +86,8 @@ class ImageFolderTraining:
             load_weights(setup.trainer.model, base)  # new parameters keep their initial values
         torch.manual_seed(run.seed)
         row = train_to_row(run, setup.trainer, setup.batches, setup.evaluation, checkpoint, on_progress)
-        path = model_path(checkpoint.parent, **run.provenance)
-        save(setup.trainer.model, path, setup.preprocessing, run=RunInfo(**run.provenance))
+        info = RunInfo(run.row, run.seed, run.init_from)
+        save(setup.trainer.model, model_path(checkpoint.parent, **asdict(info)), setup.preprocessing, run=info)
         return row
 
 

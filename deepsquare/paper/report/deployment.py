@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepsquare.export.runtimes import RUNTIMES as EXPORT_RUNTIMES
-from deepsquare.paper.report.baselines import spec_title
+from deepsquare.paper.report.bench import spec_title
 from deepsquare.paper.report.evidence import bench_rows, grouped
 from deepsquare.results import Row
 

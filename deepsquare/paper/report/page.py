@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.cost import cost_of, format_count
+from deepsquare.cost import cost, cost_of, format_count
+from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
-from deepsquare.paper.report import charts, deployment, spirals
-from deepsquare.paper.report.baselines import backbones
+from deepsquare.paper.report import charts, deployment, figures
+from deepsquare.paper.report.bench import backbones, op_times
 from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
-from deepsquare.paper.report.figures import FIGURES, fig2_rows, figure_data_uri
-from deepsquare.paper.report.network import table_1
-from deepsquare.paper.report.ops import op_times
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
 from deepsquare.results import Row
+
+PAPER_LAYERS = (  # Table 1: the type of each layer and its output
+    ("Conv3×3s2", "16×16×32"),
+    ("Conv3×3s2", "8×8×64"),
+    ("Conv3×3s2", "4×4×128"),
+    ("GAP", "1×1×128"),
+    ("FC", "10"),
+)
 
 
 def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Path:
@@ -66,7 +74,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = op_times(rows)
     latencies = deployment.latencies(rows)
-    fig2 = fig2_rows(results)
+    fig2 = figures.fig2_rows(results)
     return {
         "rule": verdict,
         "claims": claims,
@@ -76,16 +84,16 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "figures": [
             {
                 "figure": figure,
-                "image": figure_data_uri(f"fig{figure.number}.png", images),
+                "image": figures.figure_data_uri(f"fig{figure.number}.png", images),
                 "counts": summarize(fig2) if fig2 and figure.number == 2 else [],
-                "finals": spirals.finals(rows, figure.task, figure.smoothness) if figure.task else None,
+                "finals": figures.spiral_results(rows, figure.task, figure.smoothness) if figure.task else None,
             }
-            for figure in FIGURES
+            for figure in figures.FIGURES
         ],
-        "settings_image": figure_data_uri("spirals_settings.png", images),
-        "spirals": spirals,
-        "activation_costs": spirals.activation_costs(rows),
-        "ablations": spirals.ablations(rows),
+        "settings_image": figures.figure_data_uri("spirals_settings.png", images),
+        "labels": figures.LABELS,
+        "activation_costs": figures.activation_costs(rows),
+        "ablations": figures.ablations(rows),
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
@@ -103,6 +111,21 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "candidates": recipe_candidates(rows),
         "conditions": conditions([*fig2[:1], *rows]),
     }
+
+
+def table_1() -> list[dict[str, Any]]:
+    """The layers of the vanilla CNN: the paper's output size and ours, and what each costs."""
+    layers = []
+    with torch.device("meta"):
+        x = torch.empty(1, 3, 32, 32)
+        for (kind, paper), layer in zip(PAPER_LAYERS, vanilla_cnn().children(), strict=True):
+            x = x.flatten(1) if kind == "FC" else x
+            layer_cost = cost(layer, x.shape[1:])
+            x = layer(x)
+            channels, *sides = x.shape[1:]
+            output = "×".join(map(str, (*sides, channels)))
+            layers.append({"kind": kind, "paper": paper, "output": output, **asdict(layer_cost)})
+    return layers
 
 
 def claims_of(tables: Sequence[TableFindings]) -> list[RowFindings]:
