@@ -105,8 +105,8 @@ def run(functions: Sequence[str], *, rounds: int, results: Path, batch_size: int
                 progress.update(bar, description=f"{row} {name}")
                 torch.manual_seed(0)
                 values = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(2))
-                maps = (value.contiguous(memory_format=LAYOUTS[layout]) for value in values)
-                metrics[name] = measure(FUNCTIONS[function], LAYOUTS[layout], *maps, compiled, rounds)
+                x, residual = (value.contiguous(memory_format=LAYOUTS[layout]) for value in values)
+                metrics[name] = measure(FUNCTIONS[function], LAYOUTS[layout], x, residual, compiled, rounds)
                 progress.advance(bar)
             progress.console.print(_table(row, metrics, rounds))
             _common.append_row(results, row, recipe, metrics, start)
@@ -117,7 +117,11 @@ def measure(
 ) -> dict[str, Any]:
     """By pass: seconds of the function and of its limit, ratios to them, and the bytes that each form allocates."""
     in_memory_order = x.permute(0, 2, 3, 1) if layout == torch.channels_last else x
-    limits = {"read": in_memory_order.sum, "copy": x.clone, "addition": partial(torch.add, x, residual)}
+    limits: dict[str, Call] = {
+        "read": in_memory_order.sum,
+        "copy": x.clone,
+        "addition": partial(torch.add, x, residual),
+    }
     forms = {"ours": function.ours, "formula": function.formula, "compiled": compiled}
     forms["kernels off"] = without_kernels()(function.ours)
     for name, module in (_baselines(x.shape[1]) if function.has_baselines else {}).items():

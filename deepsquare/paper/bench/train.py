@@ -86,8 +86,8 @@ def _standard(
     fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None  # the default of a script on Linux
     workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": fork}
     loader = DataLoader(dataset, recipe.batch_size, shuffle=True, drop_last=True, **workers)
-    batches = chain.from_iterable(repeat(loader))
-    batches = ((images.contiguous(memory_format=memory_format), labels) for images, labels in batches)
+    epochs = chain.from_iterable(repeat(loader))
+    batches = ((images.contiguous(memory_format=memory_format), labels) for images, labels in epochs)
     return partial(_train, *_model(recipe, memory_format), batches)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from deepsquare._threads import cores
@@ -93,7 +92,7 @@ def _local_processes(workers: int) -> Backend:
             process.terminate()
         pool.shutdown(cancel_futures=True)
 
-    return Backend(workers, progress_queue, partial(pool.submit, _run_task), stop)
+    return Backend(workers, progress_queue, lambda task: pool.submit(_run_task, task), stop)
 
 
 def _start_worker(progress_queue: Any, parent: int) -> None:
@@ -130,5 +129,5 @@ def _ray_cluster(address: str) -> Backend:
         raise OSError(f"no Ray cluster at {address!r} ({error}); start one with 'ray start --head'") from error
     progress_queue = Queue(actor_options={"num_cpus": 0})
     remote: Any = ray.remote(num_cpus=1, max_retries=3)(_run_task)
-    workers = int(ray.cluster_resources().get("CPU", 1))
+    workers = int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
     return Backend(workers, progress_queue, lambda task: remote.remote(task, progress_queue).future(), ray.shutdown)

@@ -132,6 +132,8 @@ class OpTimes:
 
 def op_times(rows: Sequence[Row]) -> list[OpTimes]:
     """The last measurement of each function, layout and dtype."""
-    latest = {name: measured[-1] for name, measured in bench_rows(rows, "ops").items()}
-    functions = [OpTimes(*name.split("/"), row.metrics, row.recipe) for name, row in latest.items()]
+    functions = []
+    for name, measured in bench_rows(rows, "ops").items():
+        function, layout, dtype = name.split("/")
+        functions.append(OpTimes(function, layout, dtype, measured[-1].metrics, measured[-1].recipe))
     return sorted(functions, key=lambda times: (list(TITLES).index(times.function), times.dtype != "float32"))

@@ -37,10 +37,9 @@ def by_data(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
 
     def medians(activation: str) -> Tensor:
         networks = _stacked(activation, seeds, len(CASES), lambda case, *of: draw_one_arm(*of, *CASES[case]))
-        batch = networks.batch("test")
-        training = (parameters for step, parameters in train(networks, steps) if step and step % every == 0)
-        losses = [networks.losses(parameters, *batch) for parameters in training]
-        return torch.stack(losses).reshape(-1, len(CASES), len(seeds)).median(2).values
+        checkpoints = range(every, steps + 1, every)
+        losses = networks.losses_at(train(networks, steps, checkpoints), checkpoints, "test")
+        return losses.reshape(-1, len(CASES), len(seeds)).median(2).values
 
     relu, square = (medians(activation) for activation in PAIR)
     rows = []
@@ -61,10 +60,9 @@ def by_length(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
 
     def ends(activation: str) -> list[Array]:
         networks = Networks(ONE_ARM, activation, settings, seeds)
-        batch = networks.batch("test")
-        at_thirds = (parameters for step, parameters in train(networks, steps) if step in thirds)
-        tables = [networks.table(networks.losses(parameters, *batch)).double().numpy() for parameters in at_thirds]
-        return [*(constant for constant, _ in tables), tables[-1][1]]
+        losses = networks.losses_at(train(networks, steps, thirds), thirds, "test")
+        constant, decayed = networks.table(losses).double().numpy().swapaxes(0, 1)
+        return [*constant, decayed[-1]]
 
     relu, square = (ends(activation) for activation in PAIR)
     rows = []
@@ -82,8 +80,7 @@ def by_optimizer(seeds: Sequence[int], steps: int, iterations: int) -> list[dict
 
     def medians(activation: str) -> Tensor:
         networks = _stacked(activation, seeds, len(FREE), lambda case, _, split: _noiseless(split, FREE[case]))
-        *_, (_, parameters) = train(networks, steps)
-        adam = networks.losses(parameters, *networks.batch("test"))
+        adam = networks.losses_at(train(networks, steps, [steps]), [steps], "test")[0]
         batch = networks.batch("test", torch.float64)
         second_order = networks.losses(levenberg_marquardt(networks, iterations), *batch)
         return torch.stack([adam, second_order]).reshape(2, len(FREE), len(seeds)).median(2).values

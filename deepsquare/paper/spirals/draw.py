@@ -41,8 +41,9 @@ def fig3(trained: Mapping[str, Trained]) -> Figure:
     _, points = trained["relu_square"].median_data
     true = trajectory(TIMES)
     data.plot(*true.T, color="0.6", linewidth=1)
-    data.scatter(*points, s=9, color="black")
-    _title(data, "(a) One-arm spiral data", f"{points.shape[1]} points to train on; grey: without noise")
+    x1, x2 = points
+    data.scatter(x1, x2, s=9, color="black")
+    _title(data, "(a) One-arm spiral data", f"{len(x1)} points to train on; grey: without noise")
     for axes, title, name in zip(panels, TITLES, ("relu_square", "relu"), strict=True):
         result = trained[name]
         path = paths(result.networks, result.parameters)[result.median_network]
@@ -93,7 +94,8 @@ def fig5(trained: Mapping[str, Trained]) -> Figure:
 def _arms(axes: Axes, trained: Trained, size: float) -> None:
     points, arms = trained.median_data
     for arm, color, marker in zip(arms, ARM_COLORS, ARM_MARKERS, strict=True):
-        axes.scatter(*points[:, arm == 1], s=size, color=color, marker=marker, linewidths=0)
+        x1, x2 = points[:, arm == 1]
+        axes.scatter(x1, x2, s=size, color=color, marker=marker, linewidths=0)
 
 
 def fig6(trained: Mapping[str, Trained]) -> Figure:

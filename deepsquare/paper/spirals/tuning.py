@@ -56,18 +56,16 @@ class Tuned:
 
 def tune(task: Task, activation: str, seeds: Sequence[int], steps: int) -> Tuned:
     """Train with every setting of the grid, all networks of one optimizer in one batch."""
-    settings = grid(task)
-    medians = {split: np.empty((len(LENGTHS), len(settings))) for split in get_args(Split)}
+    settings, compared = grid(task), lengths(steps)
+    medians = {split: np.empty((len(compared), len(settings))) for split in get_args(Split)}
     for optimizer in LRS:
         chosen = [index for index, setting in enumerate(settings) if setting.optimizer == optimizer]
         networks = Networks(task, activation, [settings[index] for index in chosen], seeds)
-        batches = {split: networks.batch(split) for split in get_args(Split)}
-        for step, parameters in train(networks, steps):
-            for row in (row for row, length in enumerate(lengths(steps)) if length == step):
-                for split, batch in batches.items():
-                    losses = finite(networks.table(networks.losses(parameters, *batch)))
-                    medians[split][row, chosen] = np.median(losses, axis=1)
-    return Tuned(settings, lengths(steps), **medians)
+        trained = train(networks, steps, compared)
+        for split in get_args(Split):
+            losses = finite(networks.table(networks.losses_at(trained, compared, split)))
+            medians[split][:, chosen] = np.median(losses, axis=2)
+    return Tuned(settings, compared, **medians)
 
 
 def finite(losses: torch.Tensor) -> Array:
@@ -121,17 +119,13 @@ def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], ste
     start = time.perf_counter()
     setting, chosen = tuned.best
     networks = Networks(task, activation, [setting], seeds)
-    test, best = networks.batch("test"), networks.initial()
-    checkpoints, losses, accuracies = [], [], []
-    wanted = {round(step) for step in np.linspace(0, steps, CURVE + 1)} | set(lengths(steps))
-    for step, parameters in train(networks, steps):
-        if step in wanted:
-            checkpoints.append(step)
-            losses.append(finite(networks.losses(parameters, *test)))
-            if task.classification:
-                accuracies.append(networks.accuracies(parameters, *test).double().numpy())
-        if step == chosen:
-            best = parameters
-    train_loss = finite(networks.losses(best, *networks.batch("train")))
-    curves = np.stack(losses), np.stack(accuracies) if task.classification else None
-    return Trained(networks, chosen, best, tuple(checkpoints), *curves, train_loss, time.perf_counter() - start)
+    curve = {round(step) for step in np.linspace(0, steps, CURVE + 1)}
+    checkpoints = tuple(sorted(curve | {*lengths(steps), chosen}))
+    trained = train(networks, steps, checkpoints)
+    losses, accuracies = finite(networks.losses_at(trained, checkpoints, "test")), None
+    if task.classification:
+        test = networks.batch("test")
+        accuracies = np.stack([networks.accuracies(trained[step], *test).double().numpy() for step in checkpoints])
+    train_loss = finite(networks.losses_at(trained, [chosen], "train"))[0]
+    seconds = time.perf_counter() - start
+    return Trained(networks, chosen, trained[chosen], checkpoints, losses, accuracies, train_loss, seconds)
