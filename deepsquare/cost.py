@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from deepsquare.models import create_model
-from deepsquare.surgery.trace import copy_around, example_shape, explain_shape, float_tensor
+from deepsquare.surgery.trace import BatchNormShapes, copy_around, example_shape, explain_shape, float_tensor
 
 aten = torch.ops.aten
 
@@ -70,6 +69,8 @@ def cost_of(name: str, spec: str) -> Cost:
 
 def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     """One forward pass over a whole batch, on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton, which takes a while
+
     owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
 
@@ -82,7 +83,8 @@ def _count_batch(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     batch = torch.empty(shape, device="meta", dtype=float_tensor(model).dtype)
     counter = FlopCounterMode(display=False, custom_mapping=COUNTS)
     saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-    with explain_shape(model, shape), torch.device("meta"), counter, saving:
+    shapes: Any = BatchNormShapes()  # type: ignore[no-untyped-call]
+    with explain_shape(model, shape), torch.device("meta"), counter, shapes, saving:
         output = model(batch)
     del output  # it kept the graph alive, and with it the storages
     counts = counter.get_flop_counts().get("Global", {})  # empty if nothing multiplies

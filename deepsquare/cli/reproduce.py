@@ -20,7 +20,7 @@ def commands() -> dict[str, Callable[..., None]]:
 
 def _with_report(experiment: Callable[..., None]) -> Callable[..., None]:
     from deepsquare.paper import require_paper
-    from deepsquare.paper.experiments import OutputFolders
+    from deepsquare.paper.options import OutputFolders
 
     @functools.wraps(experiment)  # tyro reads its options and its docstring
     def command(*, output: OutputFolders, **options: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,9 +72,8 @@ def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Interval |
     return interval([values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())])
 
 
-@dataclass(frozen=True)
-class Median:
-    """A median and the bounds of its interval."""
+class Median(NamedTuple):
+    """A median and the bounds of its interval, as rows store it."""
 
     value: float
     low: float

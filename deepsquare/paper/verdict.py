@@ -28,10 +28,10 @@ def judge(claim: float | None, improvement: Interval | None, runs: int, diverged
         runs: how many seeds were run.
         diverged: how many of them diverged; they are not in ``improvement``.
     """
+    if runs >= SEEDS and 2 * diverged > runs:  # the runs that did not diverge are a biased sample
+        return Verdict.REPRODUCED if claim is None else Verdict.CONTRARY
     if claim is None:
-        return _judge_divergence(runs, diverged)
-    if runs >= SEEDS and 2 * diverged > runs:
-        return Verdict.CONTRARY  # the paper's network trained; the runs that did not diverge are a biased sample
+        return Verdict.CONTRARY if runs >= SEEDS and diverged == 0 else Verdict.INCONCLUSIVE
     if improvement is None or improvement.n < SEEDS:
         return Verdict.INCONCLUSIVE
     low, high = improvement.low, improvement.high
@@ -47,11 +47,3 @@ def judge_sign(sign: int, difference: Interval) -> Verdict:
     if difference.n < SEEDS or not difference.bounded or difference.holds(0):
         return Verdict.INCONCLUSIVE
     return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY
-
-
-def _judge_divergence(runs: int, diverged: int) -> Verdict:
-    if runs < SEEDS:
-        return Verdict.INCONCLUSIVE
-    if 2 * diverged > runs:
-        return Verdict.REPRODUCED
-    return Verdict.CONTRARY if diverged == 0 else Verdict.INCONCLUSIVE

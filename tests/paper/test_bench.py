@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +16,7 @@ from deepsquare.data import open_source, write_shards
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.paper.bench import _common, data, models, ops, train
 from deepsquare.paper.bench import deployment as deploy
-from deepsquare.paper.report.baselines import backbones
+from deepsquare.paper.report.bench import backbones
 from deepsquare.results import Row, Store
 
 
@@ -54,7 +53,7 @@ def test_ratios_are_medians_over_the_rounds() -> None:
 @pytest.mark.filterwarnings("ignore:random images stand in")
 @pytest.mark.slow
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train.run(rounds=2, steps=2, results=tmp_path)
+    train.run(rounds=2, steps=2, folder=None, results=tmp_path)
     assert "times as fast as torchvision" in capsys.readouterr().out.replace("\n", " ")
     (row,) = bench_rows(tmp_path)
     seconds = row.metrics["seconds"]
@@ -97,17 +96,12 @@ def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def one_map(functions: Sequence[str]) -> list[ops.Case]:
-        kinds = (("contiguous", "float32"), ("channels_last", "bfloat16"))
-        return [ops.Case(name, 16, 6, *kind) for name in functions for kind in kinds]
-
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling takes a minute
-    monkeypatch.setattr(ops, "cases", one_map)
+    monkeypatch.setattr(ops, "MAPS", dict.fromkeys(("float32", "bfloat16"), ((16, 6),)))
     ops.run(tuple(ops.FUNCTIONS), rounds=2, batch_size=2, results=tmp_path)
     assert "square_excitation/contiguous/float32" in " ".join(capsys.readouterr().out.split())
     rows = {row.row: row for row in bench_rows(tmp_path)}
-    assert len(rows) == 2 * len(ops.FUNCTIONS)
+    assert len(rows) == 4 * len(ops.FUNCTIONS)  # in two layouts and two dtypes
     pooling, excitation = (rows[f"ops/{name}/contiguous/float32"] for name in ("square_pooling", "square_excitation"))
     metrics = excitation.metrics["16×6×6"]
     assert metrics["bytes"] == 2 * 16 * 36 * 4
@@ -131,11 +125,11 @@ def test_a_killed_candidate_ends_the_benchmark(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
-        train.run(rounds=0, results=tmp_path)
+        train.run(rounds=0, steps=None, folder=None, results=tmp_path)
     with pytest.raises(ValueError, match="there is no function 'relu'; choose from square_pooling"):
-        ops.run(["relu"], results=tmp_path)
+        ops.run(["relu"], rounds=1, results=tmp_path)
     with pytest.raises(ValueError, match="batch_size is 0"):
-        ops.run(batch_size=0, results=tmp_path)
+        ops.run(["relu_square"], rounds=1, batch_size=0, results=tmp_path)
 
 
 def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +143,6 @@ def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
     write_shards(open_source(folder, "train"), tmp_path / "shards" / "train")
     with pytest.raises(ValueError, match="has shards, which ImageFolder does not read"):
-        data.run(tmp_path / "shards", results=tmp_path)
+        data.run(tmp_path / "shards", rounds=1, results=tmp_path)
     with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
         data.run(folder, rounds=0, results=tmp_path)

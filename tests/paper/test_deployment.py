@@ -15,6 +15,7 @@ from deepsquare.export.images import load_images
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.paper.deployment import int8, parity
 from deepsquare.paper.deployment.parity import recalibrate_batchnorm
+from deepsquare.paper.options import OutputFolders
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Store
 
@@ -26,25 +27,27 @@ def test_parity_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     for name, value in small.items():
         monkeypatch.setattr(parity, name, value)
     monkeypatch.setattr(parity, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})
-    parity.run_parity(results=tmp_path)
+    output = OutputFolders(tmp_path)
+    parity.run_parity(output=output)
     assert capsys.readouterr().out.startswith("vanilla_cnn+pooling, onnx: relative error")
     (row,) = Store(tmp_path / "deploy.jsonl").rows()
     assert row.metrics["max_rel_error"] < 1e-4
-    parity.run_parity(results=tmp_path)
+    parity.run_parity(output=output)
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="rows are models here; alexnet is none of vanilla_cnn"):
-        parity.run_parity(rows=["alexnet"], results=tmp_path)
+        parity.run_parity(rows=("alexnet",), output=output)
     monkeypatch.setattr(parity, "export", Mock(side_effect=ExportError("it cannot be")))
     monkeypatch.setattr(parity, "SPECS", ("softmin",))
-    parity.run_parity(results=tmp_path)
+    parity.run_parity(output=output)
     assert "vanilla_cnn+softmin, onnx: it cannot be" in capsys.readouterr().out
 
 
 def test_int8_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(int8, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})
     data = make_colored_folders(tmp_path / "data", train=8, val=4, side=40)
+    output = OutputFolders(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no network; first run deepsquare reproduce proxy"):
-        int8.run_int8(data, results=tmp_path)
+        int8.run_int8(data=data, output=output)
     torch.manual_seed(0)
     model = recalibrate_batchnorm(ds.create_model("vanilla_cnn", "pooling", num_classes=3), torch.randn(8, 3, 32, 32))
     preprocessing = Preprocessing(IMAGES.class_names, 32, 36)
@@ -53,8 +56,8 @@ def test_int8_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     continued = RunInfo("vanilla_cnn+pooling", 4, init_from="vanilla_cnn")
     ds.save(model, runs / "a.safetensors", preprocessing, run=continued)
     with pytest.raises(FileNotFoundError, match="holds no network of vanilla_cnn; "):
-        int8.run_int8(data, rows=["vanilla_cnn"], results=tmp_path)
-    int8.run_int8(data, results=tmp_path)
+        int8.run_int8(data=data, rows=("vanilla_cnn",), output=output)
+    int8.run_int8(data=data, output=output)
     assert len(capsys.readouterr().out.splitlines()) == 2
     float32, quantized = Store(tmp_path / "deploy.jsonl").rows()
     assert (float32.row, float32.seed, float32.recipe["precision"]) == ("vanilla_cnn+pooling-continued", 4, "float32")
@@ -68,9 +71,8 @@ def test_int8_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert quantized.metrics["max_rel_error"] > float32.metrics["max_rel_error"]
     next(model.parameters()).data.fill_(torch.nan)
     ds.save(model, runs / "b.safetensors", preprocessing, run=RunInfo("diverged", 0))
-    int8.run_int8(data, results=tmp_path)
-    output = capsys.readouterr().out
-    assert (
-        output.count("diverged, seed 0, onnx") == output.count("left out: the model's own logits are not finite") == 2
-    )
+    int8.run_int8(data=data, output=output)
+    printed = capsys.readouterr().out
+    assert printed.count("diverged, seed 0, onnx") == 2
+    assert printed.count("left out: the model's own logits are not finite") == 2
     assert len(Store(tmp_path / "deploy.jsonl").rows()) == 2

@@ -8,7 +8,8 @@ import pytest
 
 from deepsquare.cli import reproduce
 from deepsquare.paper import experiments
-from deepsquare.paper.experiments import EXPERIMENTS, OutputFolders
+from deepsquare.paper.experiments import EXPERIMENTS
+from deepsquare.paper.options import OutputFolders
 
 HEAVY = ("scipy", "matplotlib", "jinja2")
 

@@ -18,8 +18,10 @@ from helpers.toy_grid import RUNS, Toy
 
 from deepsquare.models import create_model
 from deepsquare.paper.cifar10 import experiment as cifar10
+from deepsquare.paper.experiments import EXPERIMENTS
 from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, checkpoint_of, run_grid
+from deepsquare.paper.options import OutputFolders
 from deepsquare.paper.tables import TABLE_2, TABLE_3
 from deepsquare.results import Row, Store
 from deepsquare.surgery import equip_record
@@ -122,9 +124,9 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="processes is 0; expected at least 1"):
         Workers(processes=0)
     with pytest.raises(ValueError, match="no row is called DeepSquare9; the rows are Original, DeepSquare1"):
-        cifar10.run_tables(rows=["DeepSquare9"], results=tmp_path)
+        EXPERIMENTS["table2"](rows=("DeepSquare9",), output=OutputFolders(tmp_path))
     with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):
-        cifar10.run_tables(seeds=0, results=tmp_path)
+        EXPERIMENTS["table2"](seeds=0, output=OutputFolders(tmp_path))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from deepsquare._threads import one_thread
-from deepsquare.paper.spirals import ablation, data, draw, experiment, intervals, measures
+from deepsquare.paper.spirals import ablation, data, draw, experiment, measures
 from deepsquare.paper.spirals.networks import (
     ACTIVATIONS,
     ONE_ARM,
@@ -26,6 +26,8 @@ from deepsquare.paper.spirals.networks import (
     train,
 )
 from deepsquare.paper.spirals.tuning import Tuned, grid, lengths, retrain, tune
+from deepsquare.paper.statistics import Interval
+from deepsquare.paper.verdict import judge_sign
 from deepsquare.results import Store
 
 DEFAULT = Setting("adam", 0.01, "pytorch", "standardised")
@@ -100,9 +102,8 @@ def train_one(task: Task, activation: str, setting: Setting, seed: int, steps: i
 def test_batched_training_equals_training_one_network(task: Task, activation: str, optimizer: Any) -> None:
     settings = [Setting(optimizer, 0.02, "glorot"), Setting(optimizer, 0.005, "pytorch", "standardised")]
     networks = Networks(task, activation, settings, [4, 9, 23])
-    *_, (step, parameters) = train(networks, 25, torch.float64)
+    parameters = train(networks, 25, [25], torch.float64)[25]
     losses = networks.table(networks.losses(parameters, *networks.batch("test", torch.float64)))
-    assert step == 25
     for row, setting in enumerate(settings):
         expected, loss = train_one(task, activation, setting, 9, 25)
         torch.testing.assert_close(parameters[3 * row + 1], expected, rtol=1e-9, atol=1e-11)
@@ -135,7 +136,7 @@ def test_tuning_uses_validation_data_and_handles_divergence() -> None:
     setting, chosen = found.best
     assert found.validation.min() == found.validation[found.steps.index(chosen), found.settings.index(setting)]
     networks = Networks(ONE_ARM, "relu_square", [setting], range(3))
-    parameters = dict(train(networks, chosen))[chosen]
+    parameters = train(networks, chosen, [chosen])[chosen]
     expected = networks.losses(parameters, *networks.batch("validation")).median()
     assert found.validation.min() == pytest.approx(expected.item(), rel=1e-4)
 
@@ -149,17 +150,17 @@ def test_infinite_losses() -> None:
     inf = math.inf
     ratio = draw.log_ratio(np.array([1.0, inf, 1.0, inf]), np.array([4.0, 1.0, inf, inf]))
     np.testing.assert_array_equal(ratio, [-2, inf, -inf, np.nan])
-    np.testing.assert_array_equal(intervals.settled(np.array([1.0, inf, 3.0])), [1, 3, 3])
-    assert intervals.difference(np.array([1.0, inf]), np.array([5.0, 2.0]), -1)["mean"] == -0.5  # −4 and 5 − 2
+    np.testing.assert_array_equal(measures.settled(np.array([1.0, inf, 3.0])), [1, 3, 3])
+    assert measures.difference(np.array([1.0, inf]), np.array([5.0, 2.0]), -1)["mean"] == -0.5  # −4 and 5 − 2
     with pytest.raises(ValueError, match="every network of the chosen setting diverged"):
-        intervals.settled(np.array([inf, inf]))
+        measures.settled(np.array([inf, inf]))
 
 
 def test_intervals_against_scipy() -> None:
     rng = np.random.default_rng(0)
     ours, base = rng.normal(1, 1, 30), rng.normal(0, 1, 30)
     low, high = stats.ttest_rel(ours, base).confidence_interval(0.95)
-    found = intervals.difference(ours, base, 1)
+    found = measures.difference(ours, base, 1)
     assert (found["low"], found["high"]) == pytest.approx((low, high), rel=1e-4)
     assert found["share_better"] == np.mean(ours > base)
 
@@ -219,11 +220,12 @@ def test_second_order_steps_never_raise_the_loss() -> None:
 def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "spirals.jsonl").write_text("rows of an older run\n")  # replaced entirely
-    result = experiment.run(tmp_path / "figures", tmp_path / "rows", seed=1, seeds=3, shorten=100)
+    rows = experiment.run(tmp_path / "figures", tmp_path / "rows", seed=1, seeds=3, shorten=100)
     names = ["fig3.png", "fig4.png", "fig5.png", "fig6.png", "spirals_settings.png"]
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == sorted([*names, "spirals.jsonl"])
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in result.figures)
-    stored = Store(result.results).rows()
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
+    stored = Store(tmp_path / "rows" / "spirals.jsonl").rows()
+    assert [row.row for row in stored] == [row.row for row in rows]
     tasks = {f"{task}/{name}" for task in ("one-arm", "three-arm") for name in ACTIVATIONS}
     assert {row.row for row in stored} >= tasks | {"settings/one-arm", "ablation/data", "activation cost"}
     assert {(row.experiment, row.seed) for row in stored} == {("spirals", 1)}
@@ -232,13 +234,13 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ReLU-Square" in printed
 
     one = next(row for row in stored if row.row == "one-arm/relu_square")
-    relu = result.metrics("one-arm/relu")
+    relu = next(row.metrics for row in stored if row.row == "one-arm/relu")
     losses = one.metrics["test_loss"]
     assert len(losses) == one.recipe["seeds"] == 3
     assert one.metrics["means"]["test_loss"]["mean"] == pytest.approx(np.mean(losses), rel=1e-3)
     gap = one.metrics["against_relu"]["test_loss"]
     assert gap["mean"] == pytest.approx(np.mean(losses) - np.mean(relu["test_loss"]), abs=1e-4)
-    assert f"loss {result.verdict('one-arm').value}" in printed
+    assert f"one-arm: loss {judge_sign(-1, Interval.read(gap, 3)).value}" in printed
     assert 0 <= one.metrics["units"]["dead"] <= 32 - one.metrics["units"]["with_kink"]
     curve = one.metrics["curve"]
     assert np.shape(curve["test_loss"]) == (5, len(curve["steps"]))

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from deepsquare._files import ensure_writable
-from deepsquare.kernels import without_kernels
 from deepsquare.paper.statistics import Median
-from deepsquare.results import Row, Store
+from deepsquare.results import Row, Store, round_for_json
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def check(results: Path, **counts: int | None) -> None:
@@ -37,15 +37,9 @@ def time_call(call: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def call_without_kernels(function: Callable[..., T], *args: Any) -> T:
-    """Call the function with the kernels switched off."""
-    with without_kernels():
-        return function(*args)
-
-
-def interleave(candidates: Mapping[str, Callable[[], T]], rounds: Iterable[object]) -> dict[str, list[T]]:
+def interleave(candidates: Mapping[K, Callable[[], T]], rounds: Iterable[object]) -> dict[K, list[T]]:
     """Call every candidate once per round; what each returned, by round."""
-    measurements: dict[str, list[T]] = {name: [] for name in candidates}
+    measurements: dict[K, list[T]] = {name: [] for name in candidates}
     for _ in rounds:
         for name, measure in candidates.items():
             measurements[name].append(measure())
@@ -58,14 +52,17 @@ def append_row(results: Path, name: str, recipe: Mapping[str, Any], metrics: Map
     Store(results / "bench.jsonl").append(row)
 
 
-def ends(median: Median) -> tuple[float, float, float]:
-    """The median and the ends of its interval, as rows store them."""
-    return median.value, median.low, median.high
+def rounded(seconds: Mapping[str, Mapping[str, list[float]]], digits: int) -> dict[str, Any]:
+    """Lists of seconds, by two names, as a row stores them."""
+    return {
+        outer: {name: round_for_json(values, digits) for name, values in inner.items()}
+        for outer, inner in seconds.items()
+    }
 
 
 def format_median(median: Median, digits: int) -> str:
     """``median [low, high]``."""
-    value, low, high = (f"{number:.{digits}f}" for number in ends(median))
+    value, low, high = (f"{number:.{digits}f}" for number in median)
     return f"{value} [{low}, {high}]"
 
 

@@ -24,7 +24,6 @@ from deepsquare.data.folders import FolderSource
 from deepsquare.data.jpeg import jpeg_size
 from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import median, median_ratio
-from deepsquare.results import round_for_json
 
 BATCH_SIZE, SIZE, BASELINE_WORKERS = 64, 224, 2
 BASELINE = f"ImageFolder + DataLoader, {BASELINE_WORKERS} workers"
@@ -83,15 +82,8 @@ def _measure(workload: Workload) -> tuple[float, float]:
     return (time.perf_counter() - start) / images, (sum(os.times()[:4]) - cpu_start) / images
 
 
-def run(folder: Path, *, rounds: int = 9, images: int = 4096, results: Path = Path("out/results")) -> None:
-    """Time every candidate, print the comparison and append it to ``bench.jsonl``.
-
-    Args:
-        folder: holds ``train``, with class folders; its images are repeated until there are enough.
-        rounds: measurements of each candidate.
-        images: images per measurement.
-        results: folder for the row.
-    """
+def run(folder: Path, *, rounds: int, results: Path, images: int = 4096) -> None:
+    """Time every candidate on ``images`` images per round, print the comparison and append it to ``bench.jsonl``."""
     _common.check(results, rounds=rounds, images=images)
     source = open_source(folder, "train")
     if not isinstance(source, FolderSource):
@@ -100,19 +92,17 @@ def run(folder: Path, *, rounds: int = 9, images: int = 4096, results: Path = Pa
     candidates = {name: partial(_measure, workload) for name, workload in _candidates(source, images).items()}
     with Progress(transient=True) as progress:
         measurements = _common.interleave(candidates, progress.track(range(rounds)))
-    seconds = {name: [wall for wall, _ in pairs] for name, pairs in measurements.items()}
-    cpu = {name: [used for _, used in pairs] for name, pairs in measurements.items()}
-    rich.print(table(seconds, cpu))
+    metrics = {
+        kind: {name: [pair[index] for pair in pairs] for name, pairs in measurements.items()}
+        for index, kind in enumerate(("seconds", "cpu"))
+    }
+    rich.print(table(**metrics))
     recipe = {
         "rounds": rounds, "images": images, "of": len(source), "batch_size": BATCH_SIZE, "size": SIZE,
         "bytes": round(sum(len(source.read(index)) for index in range(len(source))) / len(source)),
         "threads": torch.get_num_threads(),
     }  # fmt: skip
-    metrics = {
-        "seconds": {name: round_for_json(values) for name, values in seconds.items()},
-        "cpu": {name: round_for_json(values) for name, values in cpu.items()},
-    }
-    _common.append_row(results, "data", recipe, metrics, start)
+    _common.append_row(results, "data", recipe, _common.rounded(metrics, 4), start)
 
 
 def table(seconds: dict[str, list[float]], cpu: dict[str, list[float]]) -> Table:

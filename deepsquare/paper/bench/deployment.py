@@ -15,24 +15,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
-from deepsquare._files import ensure_writable
 from deepsquare.cost import cost_of
 from deepsquare.export import Export, export, load_exported
 from deepsquare.export.base import Runtime, require
 from deepsquare.export.runtimes import RUNTIMES, runtime_for
+from deepsquare.paper.bench import _common
 from deepsquare.paper.deployment.parity import random_init_model
-from deepsquare.paper.statistics import Median, median, median_ratio
+from deepsquare.paper.statistics import median, median_ratio
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.results import Row, Store
+from deepsquare.results import round_for_json
 
 BACKBONES = ("shufflenet_v2_x1_0", "resnet18")
 SPECS = ("pooling", "softmin", "excitation", "encoding", "pooling+excitation", "se")
@@ -42,23 +42,14 @@ SIZE, NUM_IMAGES = 224, 16  # of the input, and for calibration
 WARMUP_ITERATIONS, MEMORY_ITERATIONS = 5, 5
 
 
-def run(
-    backbones: Sequence[str] = BACKBONES,
-    specs: Sequence[str] = SPECS,
-    *,
-    rounds: int = 300,
-    results: Path = Path("out/results"),
-) -> None:
+def run(backbones: Sequence[str], specs: Sequence[str], *, rounds: int, results: Path) -> None:
     """Export and measure each spec on each backbone; one row per backbone, runtime and precision in ``bench.jsonl``."""
-    if rounds < 1:
-        raise ValueError(f"rounds is {rounds}; expected at least 1")
-    ensure_writable(results)
+    _common.check(results, rounds=rounds)
     for backbone, spec in product(backbones, specs):
         cost_of(backbone, spec)  # fail early on a spec that does not fit
     for runtime in RUNTIMES.values():
         runtime.require_modules()
     cases = list(product(backbones, RUNTIMES.values(), ("float32", "int8")))
-    store = Store(results / "bench.jsonl")
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(cases) * (1 + len(specs) + len(THREADS)))
         for backbone, runtime, precision in cases:
@@ -68,9 +59,8 @@ def run(
                 progress.update(task, advance=1, description=f"{title}: {step}")
 
             metrics = _measure(backbone, runtime, precision, specs, rounds, report)
-            name, seconds = f"deploy/{backbone}/{runtime.name}/{precision}", round(time.perf_counter() - start, 1)
             recipe = {"rounds": rounds, "input": SIZE, "batch_size": 1}
-            store.append(Row("bench", name, int(time.time()), recipe, metrics, seconds))
+            _common.append_row(results, f"deploy/{backbone}/{runtime.name}/{precision}", recipe, metrics, start)
             progress.console.print(_table(title, metrics, rounds))
 
 
@@ -101,24 +91,17 @@ def _measure(
             seconds = dict(zip(candidates, _in_subprocess("latency", paths, threads, rounds), strict=True))
             base = [sum(pair) / 2 for pair in zip(seconds[BASE], seconds[BASE_COPY], strict=True)]
             for spec, values in seconds.items():
-                latency = {"seconds": _rounded(median(values)), "ratio": _rounded(median_ratio(values, base))}
-                metrics[spec][str(threads)] = latency
+                medians = {"seconds": median(values), "ratio": median_ratio(values, base)}
+                metrics[spec][str(threads)] = {name: round_for_json(value, 5) for name, value in medians.items()}
     return metrics
 
 
-def _rounded(result: Median) -> list[float]:
-    return [float(f"{value:.5g}") for value in (result.value, result.low, result.high)]
-
-
 def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD,
-        title=f"{title}, batch size 1",
-        caption=f"median over {rounds} rounds, and {'its 95% interval' if rounds > 8 else 'the range'}",
+    table = _common.make_table(
+        f"{title}, batch size 1",
+        f"median over {rounds} rounds, and {'its 95% interval' if rounds > 8 else 'the range'}",
+        ("spec", "1 thread, ms", "added, %", "2 threads, ms", "added, %", "file, MB", "memory, MB"),
     )
-    table.add_column("spec")
-    for heading in ("1 thread, ms", "added, %", "2 threads, ms", "added, %", "file, MB", "memory, MB"):
-        table.add_column(heading, justify="right")
     for spec, measured in metrics.items():
         cells = [{BASE: "base", BASE_COPY: "base, copy"}.get(spec, spec)]
         for threads in map(str, THREADS):
@@ -146,18 +129,14 @@ def _in_subprocess(measurement: str, paths: Sequence[Path], threads: int, iterat
 def _latency(paths: Sequence[Path], rounds: int) -> list[list[float]]:
     """Seconds of each round, for each file."""
     torch.set_num_threads(1)
-    models, image = [load_exported(path) for path in paths], _image()
-    for _ in range(WARMUP_ITERATIONS):
-        for model in models:
-            model(image)
-    seconds: list[list[float]] = [[] for _ in models]
-    order, rng = list(range(len(models))), random.Random(0)
+    image, rng = _image(), random.Random(0)
+    calls = [partial(load_exported(path), image) for path in paths]
+    for call in calls:
+        _common.time_call(call, WARMUP_ITERATIONS)
+    seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        rng.shuffle(order)
-        for index in order:
-            start = time.perf_counter()
-            models[index](image)
-            seconds[index].append(time.perf_counter() - start)
+        for index in rng.sample(range(len(calls)), len(calls)):
+            seconds[index].append(_common.time_call(calls[index]))
     return seconds
 
 

@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepsquare.cost import cost_of
+from deepsquare.kernels import without_kernels
 from deepsquare.models import create_model
 from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import median_ratio
-from deepsquare.results import round_for_json
 from deepsquare.training.loop import tune_malloc
 
 BACKBONES = ("resnet50", "resnet18", "shufflenet_v2_x1_0", "shufflenet_v2_x0_5")
@@ -64,13 +64,7 @@ def _workloads(backbone: str, spec: str) -> dict[str, Callable[[], None]]:
     return workloads
 
 
-def run(
-    backbones: Sequence[str] = BACKBONES,
-    specs: Sequence[str] = SPECS,
-    *,
-    rounds: int = 9,
-    results: Path = Path("out/results"),
-) -> None:
+def run(backbones: Sequence[str], specs: Sequence[str], *, rounds: int, results: Path) -> None:
     """Time every spec on every backbone, print the ratios and append one row per backbone to ``bench.jsonl``."""
     _common.check(results, rounds=rounds)
     for spec in specs:
@@ -84,19 +78,10 @@ def run(
         times = _time(backbone, specs, rounds)
         rich.print(_table(backbone, times, rounds))
         recipe = {"rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last"}
-        metrics: dict[str, Any] = {
-            spec: {"cost": asdict(cost_of(backbone, spec)), "seconds": _rounded(seconds)}
-            for spec, seconds in times.items()
-        }
-        metrics[""] = {"cost": asdict(cost_of(backbone, ""))}
+        metrics: dict[str, Any] = {spec: {"cost": asdict(cost_of(backbone, spec))} for spec in (*specs, "")}
+        for spec, seconds in times.items():
+            metrics[spec]["seconds"] = _common.rounded(seconds, 5)
         _common.append_row(results, f"models/{backbone}", recipe, metrics, start)
-
-
-def _rounded(seconds: Seconds) -> dict[str, Any]:
-    return {
-        workload: {name: round_for_json(values, 5) for name, values in candidates.items()}
-        for workload, candidates in seconds.items()
-    }
 
 
 def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, Seconds]:
@@ -111,12 +96,9 @@ def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, Seconds
         bar = progress.add_task(backbone, total=len(specs) * rounds)
         for spec in specs:
             progress.update(bar, description=f"{backbone}, {spec}")
-            own = _workloads(backbone, spec)
-            networks = {"base": base, "own": own}
+            networks = {"base": base, "own": _workloads(backbone, spec)}
             if not KERNEL_TERMS.isdisjoint(spec.split("+")):
-                networks["without_kernels"] = {
-                    name: partial(_common.call_without_kernels, call) for name, call in own.items()
-                }
+                networks["without_kernels"] = {name: without_kernels()(call) for name, call in networks["own"].items()}
             times[spec] = {workload: {name: [] for name in networks} for workload in WORKLOADS}
             for _ in range(rounds):
                 for workload in WORKLOADS:

@@ -8,7 +8,7 @@ read is a sum over the map, a copy its ``clone``, and two maps read for one writ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepsquare import functional as DF
+from deepsquare.kernels import without_kernels
 from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import median, median_ratio
 from deepsquare.results import round_for_json
@@ -30,9 +31,9 @@ from deepsquare.training.loop import tune_malloc
 RESNET50 = ((256, 56), (512, 28), (1024, 14), (2048, 7))  # channels and side at the ends of its blocks
 SHUFFLENET = ((58, 28), (116, 14), (232, 7), (1024, 7))  # the same for ShuffleNetV2-1×, and its last convolution
 EXTREMES = ((64, 112), (128, 4))  # the largest and the smallest map of common networks
+MAPS = {"float32": (*RESNET50, *SHUFFLENET, *EXTREMES), "bfloat16": RESNET50, "float16": RESNET50}  # by dtype
 BATCH_SIZE = 32
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORWARD, STEP = "forward", "forward + backward"
 Call = Callable[..., Tensor]
 
@@ -44,7 +45,7 @@ class Function:
     ours: Call
     formula: Call
     limits: Mapping[str, tuple[str, ...]]
-    baselines: tuple[str, ...] = ()
+    has_baselines: bool = False  # timm's channel attention for the same site
 
 
 def _scale(x: Tensor, alpha: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ FUNCTIONS = {
         lambda x, alpha, residual: DF.square_excitation(x, alpha),
         lambda x, alpha, residual: x * _scale(x, alpha),
         {FORWARD: ("copy",), STEP: ("copy", "addition")},
-        ("timm SE", "timm ECA", "timm GE"),
+        has_baselines=True,
     ),
     "square_excitation_add_relu": Function(
         DF.square_excitation_add_relu,
@@ -77,101 +78,61 @@ FUNCTIONS = {
 }
 
 
-def _baseline(name: str, channels: int) -> nn.Module:
-    """timm's module with its default arguments; GE gathers the whole map and has no parameters."""
+def _baselines(channels: int) -> dict[str, nn.Module]:
+    """timm's modules with their default arguments; GE gathers the whole map and has no parameters."""
     from timm.layers import eca, gather_excite, squeeze_excite
 
-    if name == "timm SE":
-        return squeeze_excite.SEModule(channels)
-    if name == "timm ECA":
-        return eca.EcaModule(channels)
-    return gather_excite.GatherExcite(channels, extra_params=False, extent=0, use_mlp=False)
+    gather = gather_excite.GatherExcite(channels, extra_params=False, extent=0, use_mlp=False)
+    return {"timm SE": squeeze_excite.SEModule(channels), "timm ECA": eca.EcaModule(channels), "timm GE": gather}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A function on a feature map."""
-
-    function: str
-    channels: int
-    side: int
-    layout: str = "contiguous"
-    dtype: str = "float32"
-
-    @property
-    def name(self) -> str:
-        """Its key in the row, such as ``256×56×56``."""
-        return f"{self.channels}×{self.side}×{self.side}"
-
-    @property
-    def row(self) -> str:
-        """The name of the row that stores its results."""
-        return f"ops/{self.function}/{self.layout}/{self.dtype}"
-
-
-def cases(functions: Sequence[str]) -> Iterator[Case]:
-    """Every map in float32; those of ResNet50 also in half precision."""
-    maps = {"float32": (*RESNET50, *SHUFFLENET, *EXTREMES), "bfloat16": RESNET50, "float16": RESNET50}
-    for function, layout, dtype in product(functions, LAYOUTS, maps):
-        for channels, side in maps[dtype]:
-            yield Case(function, channels, side, layout, dtype)
-
-
-def run(
-    functions: Sequence[str] = tuple(FUNCTIONS),
-    *,
-    rounds: int = 15,
-    batch_size: int = BATCH_SIZE,
-    results: Path = Path("out/results"),
-) -> None:
+def run(functions: Sequence[str], *, rounds: int, results: Path, batch_size: int = BATCH_SIZE) -> None:
     """Time every case, print the ratios and append one row per function, layout and dtype to ``bench.jsonl``."""
     _common.check(results, rounds=rounds, batch_size=batch_size)
     for function in functions:
         if function not in FUNCTIONS:
             raise ValueError(f"there is no function {function!r}; choose from {', '.join(FUNCTIONS)}")
     tune_malloc()
-    rows: dict[str, list[Case]] = {}
-    for case in cases(functions):
-        rows.setdefault(case.row, []).append(case)
+    recipe = {"rounds": rounds, "threads": torch.get_num_threads(), "batch_size": batch_size}
     with Progress(transient=True) as progress:
-        bar = progress.add_task("", total=sum(map(len, rows.values())))
-        for row, row_cases in rows.items():
-            start, metrics = time.perf_counter(), {}
+        bar = progress.add_task("", total=len(functions) * len(LAYOUTS) * sum(map(len, MAPS.values())))
+        for function, layout, dtype in product(functions, LAYOUTS, MAPS):
+            start, row, metrics = time.perf_counter(), f"ops/{function}/{layout}/{dtype}", {}
             torch.compiler.reset()  # the recompilation limit counts the compiled code of earlier rows
-            compiled = torch.compile(FUNCTIONS[row_cases[0].function].formula, dynamic=True, fullgraph=True)
-            for case in row_cases:
-                progress.update(bar, description=f"{row} {case.name}")
-                metrics[case.name] = measure(case, compiled, rounds, batch_size)
+            compiled = torch.compile(FUNCTIONS[function].formula, dynamic=True, fullgraph=True)
+            for channels, side in MAPS[dtype]:
+                shape, name = (batch_size, channels, side, side), f"{channels}×{side}×{side}"
+                progress.update(bar, description=f"{row} {name}")
+                torch.manual_seed(0)
+                values = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(2))
+                x, residual = (value.contiguous(memory_format=LAYOUTS[layout]) for value in values)
+                metrics[name] = measure(FUNCTIONS[function], LAYOUTS[layout], x, residual, compiled, rounds)
                 progress.advance(bar)
             progress.console.print(_table(row, metrics, rounds))
-            recipe = {"rounds": rounds, "threads": torch.get_num_threads(), "batch_size": batch_size}
             _common.append_row(results, row, recipe, metrics, start)
 
 
-def measure(case: Case, compiled: Call, rounds: int, batch_size: int) -> dict[str, Any]:
+def measure(
+    function: Function, layout: torch.memory_format, x: Tensor, residual: Tensor, compiled: Call, rounds: int
+) -> dict[str, Any]:
     """By pass: seconds of the function and of its limit, ratios to them, and the bytes that each form allocates."""
-    torch.manual_seed(0)
-    function, dtype, layout = FUNCTIONS[case.function], TYPES[case.dtype], LAYOUTS[case.layout]
-    shape = (batch_size, case.channels, case.side, case.side)
-    x, residual, grad = (torch.randn(shape).to(dtype).contiguous(memory_format=layout) for _ in range(3))
-    if case.function == "square_pooling":
-        grad = torch.randn(shape[:2]).to(dtype)
-    in_memory_order = x.permute(0, 2, 3, 1) if case.layout == "channels_last" else x
-    limits: dict[str, Callable[[], Any]] = {
+    in_memory_order = x.permute(0, 2, 3, 1) if layout == torch.channels_last else x
+    limits: dict[str, Call] = {
         "read": in_memory_order.sum,
         "copy": x.clone,
         "addition": partial(torch.add, x, residual),
     }
     forms = {"ours": function.ours, "formula": function.formula, "compiled": compiled}
-    forms["kernels off"] = partial(_common.call_without_kernels, function.ours)
-    for name in function.baselines:
-        module = _baseline(name, case.channels).to(dtype).to(memory_format=layout)  # type: ignore[call-overload]
+    forms["kernels off"] = without_kernels()(function.ours)
+    for name, module in (_baselines(x.shape[1]) if function.has_baselines else {}).items():
+        module.to(x.dtype).to(memory_format=layout)  # type: ignore[call-overload]
         forms[name] = lambda x, alpha, residual, module=module: module(x)
-    alpha = torch.ones(1, dtype=dtype, requires_grad=True)  # in the dtype of the model, so that the formula keeps it
+    alpha = torch.ones(1, dtype=x.dtype, requires_grad=True)  # in the model's dtype, so that the formula keeps it
     inputs = (x.detach().requires_grad_(), alpha, residual.detach().requires_grad_())
+    grad = torch.randn_like(function.ours(x, alpha, residual))
     metrics: dict[str, Any] = {}
     for kind, calls in (
-        (FORWARD, {name: partial(_forward, form, inputs) for name, form in forms.items()}),
+        (FORWARD, {name: torch.no_grad()(partial(form, *inputs)) for name, form in forms.items()}),
         (STEP, {name: partial(_step, form, inputs, grad) for name, form in forms.items()}),
     ):
         times = _time({name: limits[name] for name in set(function.limits[kind])} | calls, rounds)
@@ -180,16 +141,11 @@ def measure(case: Case, compiled: Call, rounds: int, batch_size: int) -> dict[st
         medians = {"seconds": median(ours), "limit": median(limit), "ours / limit": median_ratio(ours, limit)}
         medians |= {f"{name} / ours": median_ratio(times[name], ours) for name in forms if name != "ours"}
         metrics[kind] = {
-            **{name: round_for_json(_common.ends(value)) for name, value in medians.items()},
+            **{name: round_for_json(value) for name, value in medians.items()},
             "allocated": {name: _allocated(call) for name, call in calls.items()},
         }
     metrics["bytes"] = x.numel() * x.element_size()
     return metrics
-
-
-def _forward(form: Call, inputs: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        form(*inputs)
 
 
 def _step(form: Call, inputs: Sequence[Tensor], grad: Tensor) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import cache, partial
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def _bare(data: LabeledImages, recipe: CifarRecipe) -> Workload:
 def _ours(data: LabeledImages, recipe: CifarRecipe) -> Workload:
     tune_malloc()
     trainer = Trainer(_model(recipe, torch.channels_last)[0], recipe)
-    batches = _endless(InMemoryBatches(data, recipe.batch_size, pad=recipe.pad, flip=recipe.flip).epoch)
+    epochs = map(InMemoryBatches(data, recipe.batch_size, pad=recipe.pad, flip=recipe.flip).epoch, count())
+    batches = chain.from_iterable(epochs)
 
     def workload(steps: int) -> None:
         epoch_metrics = EpochMetrics()
@@ -82,12 +83,11 @@ def _standard(
             v2.Normalize(CIFAR10_MEAN, CIFAR10_STD),
         ]
     )
-    workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
-    if "fork" in multiprocessing.get_all_start_methods():  # the default of a script on Linux
-        workers["multiprocessing_context"] = "fork"
+    fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None  # the default of a script on Linux
+    workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": fork}
     loader = DataLoader(dataset, recipe.batch_size, shuffle=True, drop_last=True, **workers)
-    batches = _endless(lambda _: loader)
-    batches = ((images.contiguous(memory_format=memory_format), labels) for images, labels in batches)
+    epochs = chain.from_iterable(repeat(loader))
+    batches = ((images.contiguous(memory_format=memory_format), labels) for images, labels in epochs)
     return partial(_train, *_model(recipe, memory_format), batches)
 
 
@@ -101,11 +101,6 @@ def _model(recipe: CifarRecipe, memory_format: torch.memory_format) -> tuple[nn.
     torch.manual_seed(0)
     model = create_model("vanilla_cnn").to(memory_format=memory_format)  # type: ignore[call-overload]
     return model, recipe.optimizer(model)
-
-
-def _endless(epoch: Callable[[int], Iterable[tuple[Tensor, Tensor]]]) -> Batches:
-    for number in count():
-        yield from epoch(number)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, steps: int) -> None:
@@ -126,9 +121,7 @@ CANDIDATES: dict[str, Callable[[LabeledImages, CifarRecipe], Workload]] = {
 }
 
 
-def run(
-    *, rounds: int = 5, steps: int | None = None, folder: Path | None = None, results: Path = Path("out/results")
-) -> None:
+def run(*, rounds: int, steps: int | None, folder: Path | None, results: Path) -> None:
     """Time every candidate over one epoch per round, print the comparison and append it to ``bench.jsonl``.
 
     Without CIFAR-10 the images are random, which takes the same time.

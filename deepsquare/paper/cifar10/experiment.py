@@ -7,17 +7,16 @@ chosen by the accuracy of the *Original* row on 5,000 training images held out f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-
-from torch import Tensor
 
 from deepsquare.data import cifar10
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
-from deepsquare.paper.grid.backend import Workers
+from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, TrainingRun, run_grid
+from deepsquare.paper.options import OUT, Cifar10Folder, OutputFolders, Schedule, Seeds, TableRows, check_selection
 from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3, PaperTable
 from deepsquare.results import Store
 from deepsquare.training import CifarRecipe, Evaluation
@@ -48,11 +47,8 @@ class Cifar10Data:
         train, test = _splits(self.folder, self.held_out)
         recipe = run.recipe
         assert isinstance(recipe, CifarRecipe)
-
-        def evaluation() -> Iterable[tuple[Tensor, Tensor]]:
-            return eval_batches(test)
-
-        return InMemoryBatches(train, recipe.batch_size, pad=recipe.pad, flip=recipe.flip, seed=run.seed), evaluation
+        batches = InMemoryBatches(train, recipe.batch_size, pad=recipe.pad, flip=recipe.flip, seed=run.seed)
+        return batches, partial(eval_batches, test)
 
 
 @cache
@@ -72,11 +68,8 @@ def networks_of(*tables: PaperTable) -> dict[str, str]:
 
 def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
     """The runs of the tables, or of the rows with these labels, ordered by seed; each network once."""
-    if seeds < 1:
-        raise ValueError(f"seeds is {seeds}; expected at least 1")
     specs = {entry.label: entry.spec for table in tables for entry in table.entries}
-    if unknown := set(rows) - set(specs):
-        raise ValueError(f"no row is called {', '.join(sorted(unknown))}; the rows are {', '.join(specs)}")
+    check_selection(seeds, rows, specs)
     wanted = {specs[label] for label in rows or specs}
     return [
         TrainingRun("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
@@ -86,30 +79,32 @@ def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Se
     ]
 
 
-def run_tables(
-    tables: Sequence[PaperTable] = (TABLE_2, TABLE_3),
-    *,
-    schedule: str = "quick",
-    seeds: int = 1,
-    rows: Sequence[str] = (),
-    results: Path = Path("out/results"),
-    folder: Path | None = None,
-    workers: Workers | None = None,
-) -> None:
-    """Train every network of the tables with each seed and append the rows to ``cifar10.jsonl``."""
-    runs = table_runs(tables, schedule, seeds, rows)
-    cifar10.load_cifar10(folder)  # download once, and fail early
-    run_grid(runs, InMemoryTraining(Cifar10Data(folder)), Store(results / "cifar10.jsonl"), workers)
+def table_experiment(description: str, *tables: PaperTable) -> Callable[..., None]:
+    """The experiment that trains every network of the tables with each seed and appends to ``cifar10.jsonl``."""
+
+    def train_tables(
+        *,
+        schedule: Schedule = "quick",
+        seeds: Seeds = 1,
+        rows: TableRows = (),
+        data: Cifar10Folder = None,
+        workers: Workers = LOCAL,
+        output: OutputFolders = OUT,
+    ) -> None:
+        runs = table_runs(tables, schedule, seeds, rows)
+        cifar10.load_cifar10(data)  # download once, and fail early
+        run_grid(runs, InMemoryTraining(Cifar10Data(data)), Store(output.results / "cifar10.jsonl"), workers)
+
+    train_tables.__doc__ = f"{description}; the same command resumes an interrupted grid of runs."
+    return train_tables
 
 
-def choose_recipe(
-    *, results: Path = Path("out/results"), folder: Path | None = None, workers: Workers | None = None
-) -> None:
-    """Train the *Original* network with every candidate, and evaluate it on held-out training images."""
-    cifar10.load_cifar10(folder)
+def choose_recipe(*, data: Cifar10Folder = None, workers: Workers = LOCAL, output: OutputFolders = OUT) -> None:
+    """Choose the recipe of Tables 2 and 3 by the accuracy on held-out training images."""
+    cifar10.load_cifar10(data)
     runs = [
         TrainingRun("cifar10-recipe", name, 0, "vanilla_cnn", "", "candidate", recipe)
         for name, recipe in CANDIDATES.items()
     ]
-    store = Store(results / "cifar10_recipe.jsonl")
-    run_grid(runs, InMemoryTraining(Cifar10Data(folder, HELD_OUT)), store, workers)
+    store = Store(output.results / "cifar10_recipe.jsonl")
+    run_grid(runs, InMemoryTraining(Cifar10Data(data, HELD_OUT)), store, workers)

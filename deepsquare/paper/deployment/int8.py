@@ -23,6 +23,7 @@ from deepsquare.export import export, load_exported
 from deepsquare.export.base import Runtime
 from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files
 from deepsquare.export.runtimes import RUNTIMES
+from deepsquare.paper.options import OUT, ImageFolders, OutputFolders
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store, run_key
 
@@ -38,10 +39,14 @@ class TrainedNetwork(NamedTuple):
     preprocessing: Preprocessing
 
 
-def run_int8(data: Path, *, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
-    """Export every trained proxy for each runtime and precision, evaluate it and add a row to ``deploy.jsonl``."""
-    networks = _trained_networks(results / ".runs", rows)
-    store = Store(results / "deploy.jsonl")
+def run_int8(*, data: ImageFolders, rows: tuple[str, ...] = (), output: OutputFolders = OUT) -> None:
+    """Quantize the networks that proxy trained, and measure their accuracy in every runtime.
+
+    Args:
+        rows: Only these networks, by the names of their rows.
+    """
+    networks = _trained_networks(output.results / ".runs", rows)
+    store = Store(output.results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
     val = open_source(data, "val")
     if not isinstance(val, FolderSource):
@@ -92,11 +97,10 @@ def _measure(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path, parity_images = Path(folder) / f"model{runtime.suffix}", images[:: max(1, len(images) // PARITY_IMAGES)]
-        exported = export(
-            load(network.file), path, network.preprocessing, images=parity_images, calibration=calibration
-        )
-        model = load_exported(path)
-        logits = torch.cat([model(batch) for batch in torch.split(images, BATCH_SIZE)])
+        model = load(network.file)
+        exported = export(model, path, network.preprocessing, images=parity_images, calibration=calibration)
+        runtime_model = load_exported(path)
+        logits = torch.cat([runtime_model(batch) for batch in torch.split(images, BATCH_SIZE)])
     finite = logits.isfinite().all(1)
     return {
         "accuracy": float(((logits.argmax(1) == labels) & finite).float().mean()),

@@ -9,20 +9,20 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
 
 from deepsquare._files import ensure_writable
 from deepsquare.export import ExportError, export
 from deepsquare.export.base import Runtime
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.models import create_model
+from deepsquare.paper.options import OUT, OutputFolders
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store, run_key
 
@@ -36,14 +36,18 @@ BASELINES_MODEL = "resnet18"
 PARITY_IMAGES, SIZE = 8, 224
 
 
-def run_parity(*, rows: Sequence[str] = (), results: Path = Path("out/results")) -> None:
-    """Export each model with each spec for each runtime, and add a row to ``deploy.jsonl`` for each."""
+def run_parity(*, rows: tuple[str, ...] = (), output: OutputFolders = OUT) -> None:
+    """Compare exported networks with their models: every technique in every runtime.
+
+    Args:
+        rows: Only these models.
+    """
     if unknown := set(rows) - {*MODELS}:
         raise ValueError(f"rows are models here; {', '.join(sorted(unknown))} is none of {', '.join(MODELS)}")
     for runtime in RUNTIMES.values():
         runtime.require_modules()
-    ensure_writable(results)
-    store = Store(results / "deploy.jsonl")
+    ensure_writable(output.results)
+    store = Store(output.results / "deploy.jsonl")
     done = {row.key for row in store.rows()}
     cases = [*product(MODELS, SPECS), *product((BASELINES_MODEL,), BASELINE_SPECS)]
     cases = [(model, spec) for model, spec in cases if not rows or model in rows]
@@ -92,12 +96,5 @@ def random_init_model(name: str, spec: str, images: Tensor) -> nn.Module:
 
 def recalibrate_batchnorm(model: nn.Module, images: Tensor) -> nn.Module:
     """``model`` in eval mode, its batch normalization with the statistics of ``images``."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = None
-    with torch.no_grad():
-        model.train()(images)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+    update_bn([images], model)
     return model.eval()

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import rich
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -28,15 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.paper.fig2.regions import (
-    Activation,
-    Network,
-    Window,
-    boundary,
-    components,
-    on_grid,
-    window_components,
-)
+from deepsquare.paper.fig2.regions import Activation, Network, Window, boundary, components, on_grid, window_components
 from deepsquare.results import Row, Store, conditions
 
 Sampler: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], npt.NDArray[Any]]
@@ -57,7 +48,7 @@ class Case:
     name: str
     activation: Activation
     rank: int  # of the first layer
-    applies: Callable[[Network], bool]
+    applies: Callable[[Fraction, Fraction, Fraction], bool]  # to the coefficients a, c and d of the decision
     claim: str = "–"
     allowed: frozenset[Pair] | None = None
 
@@ -73,26 +64,20 @@ class Panel:
     window: Window | None = None
 
 
-def _disagree(network: Network) -> bool:
-    """Equation (17)."""
-    a, c, _ = network.decision
-    return a * c < 0
-
-
-def _hyperbolic(network: Network) -> bool:
+def _hyperbolic(a: Fraction, c: Fraction, d: Fraction) -> bool:
     """Equations (17) and (18)."""
-    return _disagree(network) and network.decision[2] != 0
+    return a * c < 0 and d != 0
 
 
 ONE_AND_TWO = frozenset({(1, 2)})
 AT_MOST_ONE = frozenset({(0, 0), (0, 1), (1, 1)})
 CASES = (
     Case("EleSquare, (17) and (18), full rank", "square", 2, _hyperbolic, "1 and 2", ONE_AND_TWO),
-    Case("ReLU, full rank", "relu", 2, lambda net: True, "at most 1", AT_MOST_ONE),
-    Case("EleSquare, (17), not (18), full rank", "square", 2, lambda net: _disagree(net) and not _hyperbolic(net)),
-    Case("EleSquare, not (17), full rank", "square", 2, lambda net: not _disagree(net)),
+    Case("ReLU, full rank", "relu", 2, lambda *_: True, "at most 1", AT_MOST_ONE),
+    Case("EleSquare, (17), not (18), full rank", "square", 2, lambda a, c, d: a * c < 0 and d == 0),
+    Case("EleSquare, not (17), full rank", "square", 2, lambda a, c, _: a * c >= 0),
     Case("EleSquare, (17) and (18), rank 1", "square", 1, _hyperbolic),
-    Case("ReLU, rank 1", "relu", 1, lambda net: True),
+    Case("ReLU, rank 1", "relu", 1, lambda *_: True),
 )
 
 HYPERBOLA = Network.from_weights(((1, 0), (0, 1)), (0, 0), ((0, 1), (1, 0)), (1, 0))  # D = σ(h₂) − σ(h₁) + 1
@@ -113,6 +98,11 @@ class CaseSummary:
     case: Case
     drawn: int
     counts: Counter[Pair]
+
+    @property
+    def networks(self) -> int:
+        """How many networks of the case were counted."""
+        return self.counts.total()
 
     @property
     def holds(self) -> bool | None:
@@ -137,12 +127,7 @@ def summarize(rows: Sequence[Row]) -> list[CaseSummary]:
     return summaries
 
 
-def run(
-    figures: Path = Path("out/figures"),
-    results: Path = Path("out/results"),
-    seed: int = 0,
-    networks: int = 10_000,
-) -> list[CaseSummary]:
+def run(figures: Path, results: Path, *, seed: int = 0, networks: int = 10_000) -> list[CaseSummary]:
     """Count the components of ``networks`` random networks per distribution, draw the figure and print a summary.
 
     Writes ``fig2.png`` to ``figures`` and ``fig2.jsonl`` to ``results``.
@@ -151,27 +136,21 @@ def run(
         raise ValueError(f"networks is {networks}; expected at least 1")
     for folder in (figures, results):
         ensure_writable(folder)
+    figure, store = figures / "fig2.png", Store(results / "fig2.jsonl")
     rows = [row for index in range(len(DISTRIBUTIONS)) for row in count(index, seed, networks)]
-    with atomic_write(figures / "fig2.png") as path:
-        path.write_bytes(draw())
-    Store(results / "fig2.jsonl").replace(rows)
+    with atomic_write(figure) as path:
+        draw().savefig(path, format="png")
+    store.replace(rows)
     summaries = summarize(rows)
-    rich.print(_table(summaries, figures / "fig2.png", results / "fig2.jsonl"))
-    return summaries
-
-
-def _table(summaries: Sequence[CaseSummary], figure: Path, results: Path) -> Table:
-    table = Table(
-        title="Section 3.1: connected components of the two decision regions",
-        caption=escape(f"figure: {figure}\nrows: {results}"),
-    )
-    for heading in ("case", "networks", "claimed", "counted", "holds"):
-        table.add_column(heading)
+    title = "Section 3.1: connected components of the two decision regions"
+    headings = ("case", "networks", "claimed", "counted", "holds")
+    table = Table(*headings, title=title, caption=escape(f"figure: {figure}\nrows: {store.path}"))
     for summary in summaries:
         holds = {True: "yes", False: "NO", None: "–"}[summary.holds]
-        networks = f"{summary.counts.total():,} of {summary.drawn:,}"
-        table.add_row(summary.case.name, networks, summary.case.claim, str(summary), holds)
-    return table
+        counted = f"{summary.networks:,} of {summary.drawn:,}"
+        table.add_row(summary.case.name, counted, summary.case.claim, str(summary), holds)
+    rich.print(table)
+    return summaries
 
 
 def count(index: int, seed: int, networks: int) -> list[Row]:
@@ -181,11 +160,14 @@ def count(index: int, seed: int, networks: int) -> list[Row]:
     weights = sample(rng, (networks, 6, 2))  # A, a₀, W, b
     rank_1 = weights.astype(np.float64)
     rank_1[:, 1] = rank_1[:, 0] * rng.choice(MULTIPLES, (networks, 1))
-    drawn = {rank: [_network(values) for values in stack] for rank, stack in ((2, weights), (1, rank_1))}
+    drawn = {
+        rank: [Network.from_weights(w[:2], w[2], w[3:5], w[5]) for w in stack.tolist()]
+        for rank, stack in ((2, weights), (1, rank_1))
+    }
     rows = []
     for case in CASES:
         start = time.perf_counter()
-        selected = [net for net in drawn[case.rank] if net.rank == case.rank and case.applies(net)]
+        selected = [net for net in drawn[case.rank] if net.rank == case.rank and case.applies(*net.decision)]
         pairs = (sorted(components(net, case.activation)) for net in selected)
         counts = Counter(f"{low} and {high}" for low, high in pairs)
         recipe = {"case": case.name, "rank": case.rank, "distribution": distribution, "drawn": networks}
@@ -195,20 +177,12 @@ def count(index: int, seed: int, networks: int) -> list[Row]:
     return rows
 
 
-def _network(values: npt.NDArray[Any]) -> Network:
-    a1, a2, a0, w1, w2, b = values.tolist()
-    return Network.from_weights((a1, a2), a0, (w1, w2), b)
-
-
-def draw() -> bytes:
-    """Figure 2 as a PNG: EleSquare, ReLU with the same weights, and why a window is not enough."""
+def draw() -> Figure:
+    """Figure 2: EleSquare, ReLU with the same weights, and why a window is not enough."""
     figure = Figure(figsize=(8, 3.3), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS, strict=True):
         _draw_panel(axes, panel)
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
@@ -223,14 +197,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     counts = f"A: {_pieces(region_a)}, B: {_pieces(region_b)}"
     if panel.window:
         left, right, low, high = panel.window
-        frame = Rectangle((left, low), right - left, high - low, fill=False, linestyle="--", linewidth=1.4)
-        axes.add_patch(frame)
+        axes.add_patch(Rectangle((left, low), right - left, high - low, fill=False, linestyle="--", linewidth=1.4))
         _, in_window = window_components(panel.network, panel.activation, panel.window)
         counts = f"B: {_pieces(region_b)}, {in_window} in the window"
     axes.set_title(panel.title, fontsize=11.5, fontweight="bold", pad=20)
     axes.text(0.5, 1.03, counts, transform=axes.transAxes, fontsize=9.5, ha="center", va="bottom")
-    axes.set(xlim=VIEW[:2], ylim=VIEW[2:], xlabel="$x_1$", ylabel="$x_2$")
-    axes.set(xticks=(-2, 0, 2), yticks=(-2, 0, 2))
+    axes.set(xlim=VIEW[:2], ylim=VIEW[2:], xlabel="$x_1$", ylabel="$x_2$", xticks=(-2, 0, 2), yticks=(-2, 0, 2))
     axes.label_outer()
 
 

@@ -35,7 +35,7 @@ from scipy import ndimage
 from deepsquare.functional import square
 
 Activation: TypeAlias = Literal["square", "relu"]
-Number: TypeAlias = float | Fraction
+Numbers: TypeAlias = Sequence[float | Fraction]
 Vector: TypeAlias = tuple[Fraction, Fraction]
 Triple: TypeAlias = tuple[Fraction, Fraction, Fraction]
 Vertex: TypeAlias = tuple[Vector, Vector]  # (p, q): the end of p + t·q as t → ∞; the point p itself if q = 0
@@ -49,6 +49,7 @@ ZERO = Fraction(0)
 ORIGIN: Vector = (ZERO, ZERO)
 ONE = Fraction(1)
 HALF_AXES: tuple[Vector, ...] = ((ONE, ZERO), (ZERO, ONE), (-ONE, ZERO), (ZERO, -ONE))
+PLANE: list[Vertex] = [(ORIGIN, ORIGIN), *((ORIGIN, axis) for axis in HALF_AXES)]  # the h-plane cut by its axes
 WHEEL: tuple[Edge, ...] = ((0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (2, 3), (3, 4), (4, 1))
 
 
@@ -63,11 +64,7 @@ class Network:
 
     @classmethod
     def from_weights(
-        cls,
-        first: Sequence[Sequence[Number]],
-        first_bias: Sequence[Number],
-        second: Sequence[Sequence[Number]],
-        second_bias: Sequence[Number],
+        cls, first: Sequence[Numbers], first_bias: Numbers, second: Sequence[Numbers], second_bias: Numbers
     ) -> "Network":
         """The network with exactly these weights, as fractions."""
         return cls(_matrix(first), _vector(first_bias), _matrix(second), _vector(second_bias))
@@ -92,7 +89,7 @@ def components(network: Network, activation: Activation) -> tuple[int, int]:
     if activation not in ("square", "relu"):
         raise ValueError(f"activation is {activation!r}; expected 'square' or 'relu'")
     decision = network.decision
-    vertices, edges = _plane() if network.rank == 2 else _line(network, activation)
+    vertices, edges = (PLANE, WHEEL) if network.rank == 2 else _line(network, activation)
     signs = [_sign(decision, activation, vertex) for vertex in vertices]
     return _graph_components(signs, 1, edges), _graph_components(signs, -1, edges)
 
@@ -134,14 +131,11 @@ def boundary(network: Network, activation: Activation, reach: float = 50.0) -> l
     return curves
 
 
-def _plane() -> tuple[list[Vertex], Sequence[Edge]]:
-    """The h-plane cut by its axes."""
-    return [(ORIGIN, ORIGIN), *((ORIGIN, axis) for axis in HALF_AXES)], WHEEL
-
-
 def _line(network: Network, activation: Activation) -> tuple[list[Vertex], Sequence[Edge]]:
     """The line h = p + t·q, a point when q = 0, cut where D is not monotone."""
-    (p1, p2), (q1, q2) = network.first_bias, _direction(network)
+    (a11, a12), (a21, a22) = network.first
+    q1, q2 = (a11, a21) if a11 or a21 else (a12, a22)  # a nonzero column spans the image of a matrix of rank 1
+    p1, p2 = network.first_bias
     if activation == "square":
         a, c, _ = network.decision
         bend = a * q1 * q1 + c * q2 * q2  # D = bend·t² + 2·(a·p₁q₁ + c·p₂q₂)·t + …
@@ -151,12 +145,6 @@ def _line(network: Network, activation: Activation) -> tuple[list[Vertex], Seque
     points: list[Vertex] = [((p1 + t * q1, p2 + t * q2), ORIGIN) for t in cuts]
     vertices = [((p1, p2), (-q1, -q2)), *points, ((p1, p2), (q1, q2))]
     return vertices, list(pairwise(range(len(vertices))))
-
-
-def _direction(network: Network) -> Vector:
-    """A vector that spans the image of a matrix of rank 1: any nonzero column."""
-    (a11, a12), (a21, a22) = network.first
-    return (a11, a21) if a11 or a21 else (a12, a22)
 
 
 def _sign(decision: Triple, activation: Activation, vertex: Vertex) -> int:
@@ -186,7 +174,7 @@ def _graph_components(signs: Sequence[int], sign: int, edges: Sequence[Edge]) ->
     return len(set(labels.values()))
 
 
-def _vector(values: Sequence[Number]) -> Vector:
+def _vector(values: Numbers) -> Vector:
     try:
         first, second = (Fraction(value) for value in values)
     except (ValueError, OverflowError) as error:
@@ -194,7 +182,7 @@ def _vector(values: Sequence[Number]) -> Vector:
     return first, second
 
 
-def _matrix(rows: Sequence[Sequence[Number]]) -> tuple[Vector, Vector]:
+def _matrix(rows: Sequence[Numbers]) -> tuple[Vector, Vector]:
     if len(rows) != 2:
         raise ValueError(f"got {len(rows)} rows; expected a 2×2 matrix, by rows")
     return _vector(rows[0]), _vector(rows[1])

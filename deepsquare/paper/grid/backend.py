@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import socket
 import threading
@@ -13,19 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from deepsquare._threads import cores
 from deepsquare.results import Row
 
 OnProgress = Callable[[str, Mapping[str, Any]], None]  # receives a run's key and the metrics of its last epoch
 WorkerTask = Callable[[OnProgress], "Row | None"]
+Outcome = tuple[str, "Row | None", BaseException | None]  # key, row and error of a task; neither if another grid has it
 POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Where the runs of a grid are trained.
+    """Where to train.
 
     Attributes:
         processes: How many runs in parallel; one per core when not given.
@@ -41,61 +41,58 @@ class Workers:
 
     def start(self, tasks: int) -> Backend:
         """The backend for so many tasks."""
-        return LocalBackend(min(self.processes or cores(), tasks)) if self.ray is None else RayBackend(self.ray)
+        return _local_processes(min(self.processes or cores(), tasks)) if self.ray is None else _ray_cluster(self.ray)
+
+
+LOCAL = Workers()
 
 
 @dataclass(frozen=True)
-class TaskResult:
-    """How a task ended: with a row, with an error, or with neither if another grid has its run."""
+class Backend:
+    """Runs tasks in parallel.
 
-    key: str
-    row: Row | None = None
-    error: BaseException | None = None
-
-
-class Backend(Protocol):
-    """Runs tasks in parallel and yields their results in the order they finish."""
+    Attributes:
+        workers: how many at once.
+        queue: the keys and metrics that the workers report.
+        submit: starts a task.
+        stop: ends all tasks; unfinished runs have their checkpoints.
+    """
 
     workers: int
+    queue: Any
+    submit: Callable[[WorkerTask], Future[Row | None]]
+    stop: Callable[[], None]
 
-    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[TaskResult]: ...  # noqa: D102
-
-    def stop(self) -> None: ...  # noqa: D102
-
-
-_progress_queue: Any = None  # set in a worker process
-
-
-class LocalBackend:
-    """A pool of local processes. They exit when the grid that started them exits or is killed."""
-
-    def __init__(self, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.workers = workers
-        self._queue: Any = context.Queue()
-        self._pool = ProcessPoolExecutor(workers, context, _start_worker, (self._queue, os.getpid()))
-
-    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[TaskResult]:
-        """Run the tasks; ``on_progress`` is called in this thread."""
-        pending: dict[Future[Row | None], str] = {
-            self._pool.submit(_run_task, task): key for key, task in tasks.items()
-        }
+    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[Outcome]:
+        """Run the tasks and yield the outcome of each when it ends; ``on_progress`` is called in this thread."""
+        pending = {self.submit(task): key for key, task in tasks.items()}
         while pending:
             finished, _ = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            while not self._queue.empty():
-                on_progress(*self._queue.get())
+            while not self.queue.empty():
+                on_progress(*self.queue.get())
             for future in finished:
                 key, error = pending.pop(future), future.exception()
                 if isinstance(error, BrokenProcessPool):
                     reason = "a worker process was killed, perhaps out of memory"
                     raise OSError(f"{reason}; run the same command to resume from the last epochs") from error
-                yield TaskResult(key, None if error else future.result(), error)
+                yield key, None if error else future.result(), error
 
-    def stop(self) -> None:
-        """Terminate the processes; unfinished runs have their checkpoints."""
-        for process in list((self._pool._processes or {}).values()):
+
+_progress_queue: Any = None  # set in a worker process
+
+
+def _local_processes(workers: int) -> Backend:
+    """A pool of local processes. They exit when the grid that started them exits or is killed."""
+    context = multiprocessing.get_context("spawn")
+    progress_queue = context.Queue()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (progress_queue, os.getpid()))
+
+    def stop() -> None:
+        for process in list((pool._processes or {}).values()):
             process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+
+    return Backend(workers, progress_queue, lambda task: pool.submit(_run_task, task), stop)
 
 
 def _start_worker(progress_queue: Any, parent: int) -> None:
@@ -111,57 +108,26 @@ def _start_worker(progress_queue: Any, parent: int) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _run_task(task: WorkerTask) -> Row | None:
-    return task(lambda key, metrics: _progress_queue.put((key, metrics)))
+def _run_task(task: WorkerTask, progress_queue: Any = None) -> Row | None:
+    destination = _progress_queue if progress_queue is None else progress_queue
+    return task(lambda key, metrics: destination.put((key, metrics)))
 
 
-class RayBackend:
-    """One core per task on a Ray cluster; ``local`` starts one on this machine."""
-
-    def __init__(self, address: str) -> None:
-        try:
-            import ray
-            from ray.util.queue import Queue
-        except ImportError as error:
-            raise ValueError("--ray needs Ray: pip install 'deepsquare[ray]'") from error
-        self._ray: Any = ray
-        try:
-            _require_listener(address)
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except OSError as error:
-            raise OSError(f"no Ray cluster at {address!r} ({error}); start one with 'ray start --head'") from error
-        self.workers = int(self._ray.cluster_resources().get("CPU", 1))
-        self._queue = Queue(actor_options={"num_cpus": 0})
-
-    def results(self, tasks: Mapping[str, WorkerTask], on_progress: OnProgress) -> Iterator[TaskResult]:
-        """Run the tasks; ``on_progress`` is called in this thread."""
-        remote = self._ray.remote(num_cpus=1, max_retries=3)(_run_ray_task)
-        pending = {remote.remote(task, self._queue): key for key, task in tasks.items()}
-        while pending:
-            finished, _ = self._ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
-            try:
-                while True:
-                    on_progress(*self._queue.get(block=False))
-            except queue.Empty:
-                pass
-            for reference in finished:
-                key = pending.pop(reference)
-                try:
-                    yield TaskResult(key, self._ray.get(reference))
-                except self._ray.exceptions.RayError as error:
-                    yield TaskResult(key, error=error)
-
-    def stop(self) -> None:
-        """Disconnect from the cluster, which cancels the tasks of this grid."""
-        self._ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Fail early if nothing listens at ``host:port``: Ray itself would retry for many minutes."""
+def _ray_cluster(address: str) -> Backend:
+    """One core per task on a Ray cluster; ``local`` starts one on this machine, and stopping disconnects from it."""
+    try:
+        import ray
+        from ray.util.queue import Queue
+    except ImportError as error:
+        raise ValueError("--ray needs Ray: pip install 'deepsquare[ray]'") from error
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=10).close()
-
-
-def _run_ray_task(task: WorkerTask, progress_queue: Any) -> Row | None:
-    return task(lambda key, metrics: progress_queue.put((key, metrics)))
+    try:
+        if host and port.isdecimal():  # fail early if nothing listens: Ray itself would retry for many minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except OSError as error:
+        raise OSError(f"no Ray cluster at {address!r} ({error}); start one with 'ray start --head'") from error
+    progress_queue = Queue(actor_options={"num_cpus": 0})
+    remote: Any = ray.remote(num_cpus=1, max_retries=3)(_run_task)
+    workers = int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+    return Backend(workers, progress_queue, lambda task: remote.remote(task, progress_queue).future(), ray.shutdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deepsquare.results import Row
+
 if TYPE_CHECKING:
-    from deepsquare.paper.grid.backend import TaskResult
     from deepsquare.paper.grid.runner import TrainingRun
 
 
@@ -36,10 +37,8 @@ class Progress:
     def live(self, waiting: Sequence[TrainingRun], workers: int) -> Iterator[None]:
         """Display the table during the block if stderr is a terminal."""
         self._waiting, self.workers = {run.key: run for run in waiting}, workers
-        if self.console.is_terminal:
-            with Live(console=self.console, get_renderable=self._table, refresh_per_second=2, transient=True):
-                yield
-        else:
+        table = Live(console=self.console, get_renderable=self._table, refresh_per_second=2, transient=True)
+        with table if self.console.is_terminal else nullcontext():
             yield
 
     def update(self, key: str, metrics: Mapping[str, Any]) -> None:
@@ -49,26 +48,26 @@ class Progress:
         self._epochs += metrics["epochs"] - before["epochs"]
         self._latest[key] = metrics
 
-    def complete(self, run: TrainingRun, result: TaskResult) -> None:
+    def complete(self, run: TrainingRun, row: Row | None, error: object) -> None:
         """Record the end of a run."""
         self._latest.pop(run.key, None)
         self._waiting.pop(run.key, None)
-        if result.row is None:
-            self.log(f"{run.name}: {result.error or 'skipped: another grid runs it or has its row'}")
+        if row is None:
+            self.log(f"{run.name}: {error or 'skipped: another grid runs it or has its row'}")
             return
         self.done += 1
-        metrics = result.row.metrics
-        outcome = f"diverged: {metrics['diverged']}" if metrics["diverged"] else f"{metrics['accuracy']:.2%}"
-        left = f", about {eta} left" if (eta := self._eta()) else ""
-        self.log(f"{self.done} of {self.total}: {run.name}: {outcome} in {result.row.seconds:.0f} s{left}")
+        diverged, accuracy = row.metrics["diverged"], row.metrics["accuracy"]
+        outcome = f"diverged: {diverged}" if diverged else f"{accuracy:.2%}"
+        self.log(f"{self.done} of {self.total}: {run.name}: {outcome} in {row.seconds:.0f} s{self._left()}")
 
-    def _eta(self) -> str:
+    def _left(self) -> str:
+        """The estimated time that is left, once the speed is known."""
         if not self._epochs:
             return ""
         epochs = sum(run.recipe.epochs for run in self._waiting.values())
         epochs -= sum(metrics["epochs"] for key, metrics in self._latest.items() if key in self._waiting)
         seconds = epochs * self._seconds / self._epochs / min(self.workers, max(len(self._waiting), 1))
-        return str(timedelta(seconds=round(seconds)))
+        return f", about {timedelta(seconds=round(seconds))} left"
 
     def _table(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -79,7 +78,5 @@ class Progress:
                 epochs = run.recipe.epochs
                 bar = ProgressBar(epochs, metrics["epochs"], width=24)
                 table.add_row(run.name, f"{metrics['epochs']}/{epochs}", bar, f"{metrics['accuracy']:.2%}")
-        head = Text(
-            f"{self.done} of {self.total} runs done{', about ' + eta + ' left' if (eta := self._eta()) else ''}"
-        )
+        head = Text(f"{self.done} of {self.total} runs done{self._left()}")
         return Group(head, ProgressBar(self.total, self.done, width=60), table)

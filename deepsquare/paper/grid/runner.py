@@ -18,7 +18,7 @@ from torch import nn
 
 from deepsquare._files import ensure_writable, remove_stale_temps
 from deepsquare.models import create_model
-from deepsquare.paper.grid.backend import OnProgress, Workers
+from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.results import Row, Store, run_key
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
@@ -53,11 +53,6 @@ class TrainingRun:
         """The recipe as stored in the row."""
         recipe = {"model": self.model, "spec": self.spec, "schedule": self.schedule, **describe_run(self.recipe)}
         return recipe if self.init_from is None else {**recipe, "init_from": self.init_from}
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """What identifies the trained model among those of the experiment."""
-        return {"row": self.row, "seed": self.seed, "init_from": self.init_from}
 
     @property
     def key(self) -> str:
@@ -134,23 +129,21 @@ def train_to_row(
     def on_epoch(history: History) -> None:
         on_progress(run.key, {"epochs": history.epochs, "accuracy": history.accuracy[-1], "seconds": history.seconds})
 
+    options: dict[str, Any] = {"checkpoint": checkpoint, "identity": run.key, "on_epoch": on_epoch}
     try:
-        history = fit(
-            trainer, batches, run.recipe, evaluation, checkpoint=checkpoint, identity=run.key, on_epoch=on_epoch
-        )
+        history = fit(trainer, batches, run.recipe, evaluation, **options)
     except DivergedError as error:
         history, diverged = error.history, str(error)
     metrics = history.metrics(diverged)
     return Row(run.experiment, run.row, run.seed, run.to_recipe(), metrics, round(history.seconds, 1))
 
 
-def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, workers: Workers | None = None) -> None:
+def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, workers: Workers = LOCAL) -> None:
     """Train every run without a row in the store, and append the rows as the runs finish."""
     present = {row.key for row in store.rows()}
     waiting = [run for run in runs if run.key not in present]
-    for run in runs:
-        if run.key in present:  # a grid that was killed may have left its checkpoint
-            remove_checkpoint(run, store.path)
+    for run in set(runs) - set(waiting):  # a grid that was killed may have left its checkpoint
+        remove_checkpoint(run, store.path)
     progress = Progress(total=len(runs), done=len(runs) - len(waiting))
     if not waiting:
         progress.log(f"all {len(runs)} runs are in {store.path}")
@@ -158,17 +151,17 @@ def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, wo
     ensure_writable(store.path.parent)
     checkpoint_of(waiting[0], store.path).parent.mkdir(exist_ok=True)
     tasks = {run.key: Task(run, train, store.path) for run in waiting}
-    backend = (workers or Workers()).start(len(waiting))
+    backend = workers.start(len(waiting))
     failures: list[str] = []
     try:
         with progress.live(waiting, backend.workers):
-            for result in backend.results(tasks, progress.update):
-                run = tasks[result.key].run
-                if result.error is not None:
-                    failures.append(f"{run.name}: {result.error}")
-                elif result.row is not None:
-                    store.append(result.row)  # if the worker shares no file system with this process
-                progress.complete(run, result)
+            for key, row, error in backend.results(tasks, progress.update):
+                run = tasks[key].run
+                if error is not None:
+                    failures.append(f"{run.name}: {error}")
+                elif row is not None:
+                    store.append(row)  # if the worker shares no file system with this process
+                progress.complete(run, row, error)
     except KeyboardInterrupt:
         left = len(runs) - progress.done
         progress.log(f"stopped with {left} of {len(runs)} runs left; the same command resumes from the last epochs")

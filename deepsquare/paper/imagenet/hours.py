@@ -36,13 +36,9 @@ def seconds_at_best(cost: Cost, macs: float, bandwidth: float, value: int = 4) -
     return 3 * cost.macs / macs + PASSES * cost.activation_bytes * value / 4 / bandwidth
 
 
-def images_per_second(cost: Cost, machine: Machine) -> float:
-    """ResNet50's measured throughput, scaled by the ratio of the lower bounds."""
-    best = seconds_at_best(cost_of("resnet50", ""), machine.macs, machine.bandwidth, machine.value)
-    return machine.resnet50 * best / seconds_at_best(cost, machine.macs, machine.bandwidth, machine.value)
-
-
 def hours(recipe: ImageNetRecipe, machine: Machine) -> float:
-    """Estimated hours of a run with evaluation, if data loading keeps up."""
-    speed = images_per_second(cost_of(recipe.model, recipe.spec), machine)
-    return recipe.epochs * (TRAIN_IMAGES + VAL_IMAGES / 3) / speed / 3600
+    """Estimated hours of a run with evaluation, if data loading keeps up: ResNet50's, scaled by the lower bounds."""
+    peaks = machine.macs, machine.bandwidth, machine.value
+    resnet50 = seconds_at_best(cost_of("resnet50", ""), *peaks)
+    scale = seconds_at_best(cost_of(recipe.model, recipe.spec), *peaks) / resnet50
+    return recipe.epochs * (TRAIN_IMAGES + VAL_IMAGES / 3) * scale / machine.resnet50 / 3600

@@ -10,16 +10,16 @@ chosen by a result.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from deepsquare.checkpoint import RunInfo, load_weights, save
-from deepsquare.paper.grid.backend import OnProgress, Workers
+from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.runner import TrainingRun, run_grid, train_to_row
+from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Seeds, check_selection
 from deepsquare.paper.tables import CONTINUED, PaperRow
 from deepsquare.results import Row, Store
 from deepsquare.training import ImageNetRecipe
@@ -44,11 +44,8 @@ def recipe_of(name: str) -> ImageNetRecipe:
 
 def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
     """The runs ordered by seed: from random weights, and those that continue a trained network."""
-    if seeds < 1:
-        raise ValueError(f"seeds is {seeds}; expected at least 1")
     names = [name for name, named in RECIPES.items() if named.model in SIZES and not name.endswith("@200")]
-    if unknown := set(rows) - set(names):
-        raise ValueError(f"no row is called {', '.join(sorted(unknown))}; the rows are {', '.join(names)}")
+    check_selection(seeds, rows, names)
     runs = []
     for seed in range(seeds):
         for name in rows or names:
@@ -60,13 +57,12 @@ def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[Tr
 
 def _continued(experiment: str, seed: int, entry: PaperRow) -> TrainingRun:
     base = recipe_of(entry.model)
-    recipe = dataclasses.replace(
+    recipe = replace(
         base, spec=entry.spec, epochs=CONTINUED_EPOCHS, warmup=0.0, lr=CONTINUED_LR * base.lr,
         dropout=DROPOUT if entry.spec else None,
     )  # fmt: skip
     name = "+".join(filter(None, (entry.model, entry.spec)))
-    schedule = f"{base.size} px"
-    return TrainingRun(experiment, name, seed, entry.model, entry.spec, schedule, recipe, init_from=entry.model)
+    return TrainingRun(experiment, name, seed, entry.model, entry.spec, f"{base.size} px", recipe, entry.model)
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,8 @@ class ImageFolderTraining:
             load_weights(setup.trainer.model, base)  # new parameters keep their initial values
         torch.manual_seed(run.seed)
         row = train_to_row(run, setup.trainer, setup.batches, setup.evaluation, checkpoint, on_progress)
-        path = model_path(checkpoint.parent, **run.provenance)
-        save(setup.trainer.model, path, setup.preprocessing, run=RunInfo(**run.provenance))
+        info = RunInfo(run.row, run.seed, run.init_from)
+        save(setup.trainer.model, model_path(checkpoint.parent, **asdict(info)), setup.preprocessing, run=info)
         return row
 
 
@@ -101,19 +97,23 @@ def model_path(folder: Path, row: str, seed: int, init_from: str | None = None) 
 
 
 def run_proxy(
-    data: Path,
     *,
-    seeds: int = 1,
-    rows: Sequence[str] = (),
-    results: Path = Path("out/results"),
-    workers: Workers | None = None,
+    data: ImageFolders,
+    seeds: Seeds = 1,
+    rows: tuple[str, ...] = (),
+    workers: Workers = LOCAL,
+    output: OutputFolders = OUT,
 ) -> None:
-    """Train the rows of Tables 4 and 7 that are small enough with each seed; append to ``imagenet.jsonl``."""
+    """Train rows of Tables 4 and 7 on a small data set at a small image size.
+
+    Args:
+        rows: Only these rows, by the names of their recipes.
+    """
     runs = proxy_runs(data.resolve().name, seeds, rows)
     first = runs[0].recipe
     assert isinstance(first, ImageNetRecipe)
     setup_training(first, data)  # fail early
-    store = Store(results / "imagenet.jsonl")
+    store = Store(output.results / "imagenet.jsonl")
     for continued in (False, True):  # the continued runs need the models of the others
         part = [run for run in runs if (run.init_from is not None) == continued]
         run_grid(part, ImageFolderTraining(data), store, workers)

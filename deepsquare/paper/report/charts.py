@@ -17,10 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from deepsquare.paper.report.baselines import Backbone
+from deepsquare.paper.report.bench import Backbone, OpTimes
 from deepsquare.paper.report.deployment import PLAIN, Latencies, title
 from deepsquare.paper.report.evidence import RowFindings, Schedule, ScheduleResult, TableFindings
-from deepsquare.paper.report.ops import OpTimes
 from deepsquare.paper.statistics import Median
 from deepsquare.paper.tables import TABLE_5, TABLE_6, PaperRow
 
@@ -149,7 +148,12 @@ def forest(findings: TableFindings) -> Markup | None:
             _forest_row(axes, row, schedules, top + 4 + LANE / 2)
         _legend(axes, {"paper": DIAMOND} | {s.label: _series_style(k) for k, s in enumerate(schedules)}, columns=3)
 
-    description = "; ".join(_describe(row, schedules) for row in rows)
+    def describe(row: RowFindings) -> str:
+        means = [(s.name, row.results[s].improvement) for s in schedules if s in row.results]
+        paper = f"paper {signed(row.claim)}" if row.claim is not None else "paper: divergence"
+        return ", ".join([f"{row.entry.label}: {paper}", *(f"{name} {signed(i.mean)}" for name, i in means if i)])
+
+    description = "; ".join(map(describe, rows))
     return _draw(size, ((102, 10), (38, legend_height)), f"forest {findings.table.number}", description, plot)
 
 
@@ -159,12 +163,6 @@ def _limits(claims: Sequence[float], ours: Sequence[float]) -> Pair:
     values = [0, *claims, *(min(max(value, lowest), highest) for value in ours)]
     margin = 0.04 * (max(values) - min(values)) + 0.1
     return min(values) - margin, max(values) + margin
-
-
-def _describe(row: RowFindings, schedules: Sequence[Schedule]) -> str:
-    paper = f"paper {signed(row.claim)}" if row.claim is not None else "paper: divergence"
-    ours = {schedule.name: row.results[schedule].improvement for schedule in schedules if schedule in row.results}
-    return ", ".join([f"{row.entry.label}: {paper}", *(f"{name} {signed(i.mean)}" for name, i in ours.items() if i)])
 
 
 def _forest_row(axes: Axes, row: RowFindings, schedules: Sequence[Schedule], y: float) -> None:
@@ -199,12 +197,12 @@ def learning_curves(findings: TableFindings) -> list[tuple[Schedule, list[tuple[
     """Test accuracy by epoch, by schedule from the longest: a panel (label, note, chart) for each row and its base."""
     charts = []
     for schedule in reversed(findings.schedules):
-        base = {row.entry.model: row.results.get(schedule) for row in findings.rows if row.is_base}
-        limits = _curve_limits(findings.rows, schedule)
+        results = [(row, row.results[schedule]) for row in findings.rows if schedule in row.results]
+        base = {row.entry.model: result for row, result in results if row.is_base}
+        limits = _curve_limits(results, schedule.epochs)
         panels = []
-        for row in findings.rows:
-            result = row.results.get(schedule)
-            if result and any(run.curve for run in result.runs):
+        for row, result in results:
+            if any(run.curve for run in result.runs):
                 note = f"{result.diverged} of {len(result.runs)} diverged" if result.diverged else ""
                 label, reference = row.entry.label, None if row.is_base else base.get(row.entry.model)
                 name = f"table {findings.table.number}, {schedule.label}, {label}"
@@ -214,13 +212,12 @@ def learning_curves(findings: TableFindings) -> list[tuple[Schedule, list[tuple[
     return charts
 
 
-def _curve_limits(rows: Sequence[RowFindings], schedule: Schedule) -> Pair:
+def _curve_limits(results: Sequence[tuple[RowFindings, ScheduleResult]], epochs: int) -> Pair:
     """Round numbers around the base's curve except its first tenth, and around the end of every other curve."""
     values: list[float] = []
-    for row in rows:
-        result = row.results.get(schedule)
-        curve = [point.mean for point in result.mean_curve] if result else []
-        values += curve[min(schedule.epochs // 10, len(curve) - 1) :] if row.is_base else curve[-1:]
+    for row, result in results:
+        curve = [point.mean for point in result.mean_curve]
+        values += curve[min(epochs // 10, len(curve) - 1) :] if row.is_base else curve[-1:]
     low, high = 10 * math.floor(min(values, default=0) / 10), 5 * math.ceil(max(values, default=100) / 5)
     return low, high if high > low else low + 10
 
@@ -314,7 +311,7 @@ def accuracy_against_time(resnet50: Backbone | None) -> Markup | None:
         for entry, time in points:
             assert entry.top1 is not None
             ours = entry.spec == "pooling+excitation"
-            _plot_interval(axes, entry.top1, (time.value, time.low, time.high), series=0 if ours else 1)
+            _plot_interval(axes, entry.top1, time, series=0 if ours else 1)
             label = "ResNet50" if entry is plain else entry.label
             style: dict[str, Any] = {"color": SERIES[0], "weight": "bold"} if ours else {}
             axes.annotate(label, (time.high, entry.top1), (9, 0), textcoords="offset points", va="center", **style)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from deepsquare.paper.statistics import Interval, interval, paired
 from deepsquare.paper.tables import PaperRow, PaperTable
 from deepsquare.paper.verdict import SEEDS, Verdict, judge
 from deepsquare.results import Row, Store
 
+T = TypeVar("T")
+K = TypeVar("K")
 NETWORK_FIELDS = ("spec", "dropout")  # of a recipe; the other fields are equal in all runs that are compared
 
 
@@ -58,32 +60,27 @@ class RunResult:
     def from_row(cls, row: Row) -> RunResult | None:
         """Parse a row; None for a row of another kind."""
         recipe, metrics = row.recipe, row.metrics
-        if not {"model", "spec", "epochs"} <= recipe.keys() or not {"accuracy", "top1"} & metrics.keys():
+        if not {"model", "spec", "epochs"} <= recipe.keys() or "accuracy" not in metrics:
             return None
         shared = {name: value for name, value in recipe.items() if name not in NETWORK_FIELDS}
         try:
-            accuracy = _percent(metrics.get("accuracy", metrics.get("top1")))
-            curve = metrics.get("test_accuracy", metrics.get("test_top1", ()))
+            schedule, epochs = str(recipe.get("schedule", "runs")), int(recipe["epochs"])
+            fraction = metrics["accuracy"]
+            accuracy = 100 * fraction if fraction is not None and math.isfinite(fraction) else None
             return cls(
-                schedule=Schedule(
-                    row.experiment, str(recipe.get("schedule", "runs")), int(recipe["epochs"]), "init_from" in recipe
-                ),
+                schedule=Schedule(row.experiment, schedule, epochs, continued="init_from" in recipe),
                 model=str(recipe["model"]),
                 spec=str(recipe["spec"]),
                 seed=row.seed,
                 recipe=json.dumps(shared, sort_keys=True),
                 accuracy=accuracy,
-                curve=tuple(math.nan if value is None else 100 * value for value in curve),
+                curve=tuple(math.nan if value is None else 100 * value for value in metrics.get("test_accuracy", ())),
                 diverged=bool(metrics.get("diverged")) or accuracy is None,
                 date=row.date,
             )
         except (TypeError, ValueError) as error:
             reason = f"the row {row.row} of {row.experiment}, seed {row.seed}, cannot be read ({error}); remove it"
             raise ValueError(reason) from error
-
-
-def _percent(fraction: float | None) -> float | None:
-    return 100 * fraction if fraction is not None and math.isfinite(fraction) else None
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,7 @@ class ScheduleResult:
 class RowFindings:
     """A row of a table: the paper's entry and our results, by schedule."""
 
+    table: int  # its number
     entry: PaperRow
     claim: float | None  # the paper's improvement in points; None for divergence and where nothing is compared
     is_base: bool
@@ -125,6 +123,16 @@ class RowFindings:
         """The longest schedule with enough seeds, else the longest; proxies do not count."""
         results = [(schedule, result) for schedule, result in self.results.items() if not schedule.is_proxy]
         return next((pair for pair in reversed(results) if pair[1].enough_seeds), results[-1] if results else None)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict under the decisive schedule; None without a run."""
+        return self.decisive[1].verdict if self.decisive else None
+
+    @property
+    def judged_on(self) -> str | None:
+        """The label of the decisive schedule, if it has enough seeds for a verdict."""
+        return self.decisive[0].label if self.decisive and self.decisive[1].enough_seeds else None
 
 
 @dataclass(frozen=True)
@@ -166,40 +174,68 @@ def _is_store(path: Path) -> bool:
     return isinstance(parsed, dict) and bool({"experiment", "recipe", "metrics"} & parsed.keys())
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by key, in their order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def bench_rows(rows: Sequence[Row], subject: str) -> dict[str, list[Row]]:
+    """The rows of ``deepsquare bench SUBJECT`` by what was measured, the last measurement last."""
+    measured = [row for row in rows if row.experiment == "bench" and row.row.startswith(f"{subject}/")]
+    return grouped(sorted(measured, key=lambda row: row.date), lambda row: row.row.removeprefix(f"{subject}/"))
+
+
 def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
     """Compare the rows with the entries of a table."""
     runs = [run for row in rows if (run := RunResult.from_row(row)) and _belongs(run, table)]
     entry_epochs = {entry.epochs for entry in table.entries} - {None}
     latest, notes = _latest_recipes(runs, entry_epochs)
     schedules = sorted({run.schedule for run in latest}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
-    findings = tuple(_row_findings(table, entry, latest, schedules) for entry in table.entries)
+    by_network = grouped(latest, lambda run: (run.schedule, run.model, run.spec))
+    findings = []
+    for entry in table.entries:
+        base = next((other for other in table.entries if (other.model, other.spec) == (entry.model, "")), None)
+        claim = None
+        if base and base is not entry and entry.top1 is not None and base.top1 is not None:
+            claim = round(entry.top1 - base.top1, 2)
+        results = {}
+        for schedule in schedules:
+            applies = schedule.epochs == entry.epochs if entry.epochs else schedule.epochs not in entry_epochs
+            if applies and (runs := by_network.get((schedule, entry.model, entry.spec), [])):
+                compared = base is not None and base is not entry
+                base_runs = by_network.get((schedule, entry.model, ""), []) if compared else None
+                results[schedule] = _schedule_result(claim, runs, base_runs, judged=table.number > 0)
+        findings.append(RowFindings(table.number, entry, claim, entry is base, results))
     recipes = {run.schedule: run.recipe for run in latest}
-    return TableFindings(table, tuple(schedules), recipes, findings, tuple(notes))
+    return TableFindings(table, tuple(schedules), recipes, tuple(findings), tuple(notes))
 
 
 def _belongs(run: RunResult, table: PaperTable) -> bool:
-    on_cifar = run.schedule.experiment == "cifar10"
-    continued = run.schedule.continued
-    on_imagenet = not run.schedule.experiment.startswith("cifar") and not continued
-    models = {entry.model for entry in table.entries}
-    on_data = {"CIFAR-10": on_cifar, "ImageNet": on_imagenet, "continued": continued}
-    return run.model in models and on_data[table.data]
+    experiment, continued = run.schedule.experiment, run.schedule.continued
+    on_imagenet = not experiment.startswith("cifar") and not continued
+    on_data = {"CIFAR-10": experiment == "cifar10", "ImageNet": on_imagenet, "continued": continued}
+    return on_data[table.data] and run.model in {entry.model for entry in table.entries}
 
 
 def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) -> tuple[list[RunResult], list[str]]:
     """Keep one recipe for each schedule name of a model: the one that ran last."""
-    groups: dict[tuple[str, str, str, int], dict[str, list[RunResult]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
+
+    def name_of(run: RunResult) -> tuple[str, str, str, int]:
         schedule = run.schedule
         epochs = schedule.epochs if schedule.epochs in entry_epochs else 0
-        groups[schedule.experiment, schedule.name, run.model, epochs][run.recipe].append(run)
+        return schedule.experiment, schedule.name, run.model, epochs
+
     kept: list[RunResult] = []
     notes = []
-    for (experiment, name, model, _), recipes in groups.items():
+    for (experiment, name, model, _), same_name in grouped(runs, name_of).items():
+        recipes = grouped(same_name, lambda run: run.recipe)
         latest = max(recipes.values(), key=lambda same: max(run.date for run in same))
         kept += latest
         if len(recipes) > 1:
-            omitted = sum(map(len, recipes.values())) - len(latest)
+            omitted = len(same_name) - len(latest)
             notes.append(
                 f"{experiment}, {model}: {len(recipes)} recipes are called “{name}”. The page shows the one that ran "
                 f"last and omits {omitted} run{'s' if omitted != 1 else ''} of the others."
@@ -207,42 +243,14 @@ def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) ->
     return kept, notes
 
 
-def _row_findings(
-    table: PaperTable, entry: PaperRow, runs: Sequence[RunResult], schedules: Sequence[Schedule]
-) -> RowFindings:
-    base = next((other for other in table.entries if other.model == entry.model and other.spec == ""), None)
-    is_base = entry is base
-    reference = None if is_base else base
-    claim = None
-    if reference and entry.top1 is not None and reference.top1 is not None:
-        claim = round(entry.top1 - reference.top1, 2)
-    entry_epochs = {other.epochs for other in table.entries} - {None}
-    results = {}
-    for schedule in schedules:
-        applies = schedule.epochs == entry.epochs if entry.epochs else schedule.epochs not in entry_epochs
-        entry_runs = _runs_by_seed(runs, schedule, entry)
-        if entry_runs and applies:
-            base_runs = _runs_by_seed(runs, schedule, reference) if reference else None
-            results[schedule] = _schedule_result(claim, entry_runs, base_runs, judged=table.number > 0)
-    return RowFindings(entry, claim, is_base, results)
-
-
-def _runs_by_seed(runs: Sequence[RunResult], schedule: Schedule, entry: PaperRow) -> tuple[RunResult, ...]:
-    """The runs of an entry in the order of the seeds, one for each seed whatever its label."""
-    by_seed: dict[int, RunResult] = {}
-    for run in runs:
-        if (run.schedule, run.model, run.spec) == (schedule, entry.model, entry.spec):
-            by_seed.setdefault(run.seed, run)
-    return tuple(by_seed[seed] for seed in sorted(by_seed))
-
-
 def _schedule_result(
-    claim: float | None, runs: tuple[RunResult, ...], base: tuple[RunResult, ...] | None, judged: bool
+    claim: float | None, runs: Sequence[RunResult], base: Sequence[RunResult] | None, judged: bool
 ) -> ScheduleResult:
     """Summarize the runs of an entry; ``base`` is None for a base model, which is compared with nothing."""
+    runs, base_runs = (_first_by_seed(group) for group in (runs, base or ()))
     accuracies, base_accuracies = (
         {run.seed: run.accuracy for run in group if run.accuracy is not None and not run.diverged}
-        for group in (runs, base or ())
+        for group in (runs, base_runs)
     )
     improvement = None if base is None else paired(accuracies, base_accuracies)
     diverged = sum(run.diverged for run in runs)
@@ -256,3 +264,8 @@ def _schedule_result(
         agrees=claim is not None and improvement is not None and enough_pairs and improvement.holds(claim),
         enough_seeds=enough_pairs or (about_divergence and len(runs) >= SEEDS),
     )
+
+
+def _first_by_seed(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:
+    """One run for each seed whatever its label, in the order of the seeds."""
+    return tuple(same_seed[0] for _, same_seed in sorted(grouped(runs, lambda run: run.seed).items()))

@@ -5,36 +5,33 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.cost import cost_of, format_count
+from deepsquare.cost import cost, cost_of, format_count
+from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
-from deepsquare.paper.report import charts, deployment, spirals
-from deepsquare.paper.report.baselines import backbones
-from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, read_stores, table_findings
-from deepsquare.paper.report.figures import FIGURES, Figure, fig2_counts, fig2_row, figure_data_uri
-from deepsquare.paper.report.network import table_1
-from deepsquare.paper.report.ops import op_times
+from deepsquare.paper.fig2.experiment import summarize
+from deepsquare.paper.report import charts, deployment, figures
+from deepsquare.paper.report.bench import backbones, op_times
+from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
 from deepsquare.results import Row
 
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim of a table in the summary; a network that stands in two tables counts once."""
-
-    table: int
-    row: RowFindings
-    schedule: str  # the label of the one that is judged
-    verdict: Verdict | None  # None: no run yet
-    enough_seeds: bool
+PAPER_LAYERS = (  # Table 1: the type of each layer and its output
+    ("Conv3×3s2", "16×16×32"),
+    ("Conv3×3s2", "8×8×64"),
+    ("Conv3×3s2", "4×4×128"),
+    ("GAP", "1×1×128"),
+    ("FC", "10"),
+)
 
 
 def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Path:
@@ -72,23 +69,31 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     rows, notes = read_stores(results)
     tables = [table_findings(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
-    claims = summarize(cifar)
+    claims = claims_of(cifar)
     by_backbone = backbones(rows)
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = op_times(rows)
     latencies = deployment.latencies(rows)
-    judged = [claim.schedule for claim in claims if claim.enough_seeds]
+    fig2 = figures.fig2_rows(results)
     return {
         "rule": verdict,
         "claims": claims,
         "verdicts": [(kind, [claim for claim in claims if claim.verdict is kind]) for kind in (*Verdict, None)],
-        "judged_on": Counter(judged).most_common(),
-        "too_few": sum(claim.verdict is not None and not claim.enough_seeds for claim in claims),
-        "figures": [_figure(figure, rows, results, images) for figure in FIGURES],
-        "settings_image": figure_data_uri("spirals_settings.png", images),
-        "spirals": spirals,
-        "activation_costs": spirals.activation_costs(rows),
-        "ablations": spirals.ablations(rows),
+        "judged_on": Counter(claim.judged_on for claim in claims if claim.judged_on).most_common(),
+        "too_few": sum(claim.verdict is not None and not claim.judged_on for claim in claims),
+        "figures": [
+            {
+                "figure": figure,
+                "image": figures.figure_data_uri(f"fig{figure.number}.png", images),
+                "counts": summarize(fig2) if fig2 and figure.number == 2 else [],
+                "finals": figures.spiral_results(rows, figure.task, figure.smoothness) if figure.task else None,
+            }
+            for figure in figures.FIGURES
+        ],
+        "settings_image": figures.figure_data_uri("spirals_settings.png", images),
+        "labels": figures.LABELS,
+        "activation_costs": figures.activation_costs(rows),
+        "ablations": figures.ablations(rows),
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
@@ -104,40 +109,39 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "parities": deployment.parities(rows),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
         "candidates": recipe_candidates(rows),
-        "conditions": conditions([*fig2_row(results), *rows]),
+        "conditions": conditions([*fig2[:1], *rows]),
     }
 
 
-def summarize(tables: Sequence[TableFindings]) -> list[Claim]:
-    """The claims of the tables, each network once, with the decisive verdict."""
-    claims: dict[tuple[str, str], Claim] = {}
-    for findings in tables:
-        for row in findings.rows:
-            if not row.is_base:
-                schedule, result = row.decisive or (None, None)
-                judged = (
-                    (schedule.label, result.verdict, result.enough_seeds) if schedule and result else ("", None, False)
-                )
-                claims.setdefault((row.entry.model, row.entry.spec), Claim(findings.table.number, row, *judged))
+def table_1() -> list[dict[str, Any]]:
+    """The layers of the vanilla CNN: the paper's output size and ours, and what each costs."""
+    layers = []
+    with torch.device("meta"):
+        x = torch.empty(1, 3, 32, 32)
+        for (kind, paper), layer in zip(PAPER_LAYERS, vanilla_cnn().children(), strict=True):
+            x = x.flatten(1) if kind == "FC" else x
+            layer_cost = cost(layer, x.shape[1:])
+            x = layer(x)
+            channels, *sides = x.shape[1:]
+            output = "×".join(map(str, (*sides, channels)))
+            layers.append({"kind": kind, "paper": paper, "output": output, **asdict(layer_cost)})
+    return layers
+
+
+def claims_of(tables: Sequence[TableFindings]) -> list[RowFindings]:
+    """The claims of the tables; a network that stands in two tables counts once."""
+    claims: dict[tuple[str, str], RowFindings] = {}
+    for row in (row for findings in tables for row in findings.rows if not row.is_base):
+        claims.setdefault((row.entry.model, row.entry.spec), row)
     return list(claims.values())
-
-
-def _figure(figure: Figure, rows: Sequence[Row], results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
-    return {
-        "figure": figure,
-        "image": figure_data_uri(f"fig{figure.number}.png", images),
-        "counts": fig2_counts(results) if figure.number == 2 else [],
-        "finals": spirals.finals(rows, figure.task, figure.smoothness) if figure.task else None,
-    }
 
 
 def _costs(findings: TableFindings) -> list[dict[str, Any]]:
     """Parameters and multiply-accumulates of each row, with what it adds to its base."""
     costs = []
-    for row in findings.rows:
-        cost, base = (cost_of(row.entry.model, spec) for spec in (row.entry.spec, ""))
-        more = cost.parameters / base.parameters - 1
-        costs.append({"cost": cost, "added": cost.added_to(base), "more": more})
+    for entry in (row.entry for row in findings.rows):
+        cost, base = cost_of(entry.model, entry.spec), cost_of(entry.model, "")
+        costs.append({"cost": cost, "added": cost.added_to(base), "more": cost.parameters / base.parameters - 1})
     return costs
 
 
@@ -148,34 +152,28 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
         return {k: v for k, v in row.recipe.items() if k not in ("schedule", "epochs", "spec")}
 
     used = [common(row) for row in rows if row.experiment == "cifar10"]
-    candidates = [
-        {
-            "name": row.row,
-            "accuracy": 100 * row.metrics["accuracy"],
-            "epochs": row.recipe["epochs"],
-            "used": common(row) in used,
-        }
-        for row in rows
-        if row.experiment == "cifar10-recipe" and RunResult.from_row(row) and not row.metrics.get("diverged")
+    rows = [row for row in rows if row.experiment == "cifar10-recipe"]
+    candidates = [(row, run) for row in rows if (run := RunResult.from_row(row)) and not run.diverged]
+    return [
+        {"name": row.row, "accuracy": run.accuracy, "epochs": run.schedule.epochs, "used": common(row) in used}
+        for row, run in sorted(candidates, key=lambda candidate: -(candidate[1].accuracy or 0))
     ]
-    return sorted(candidates, key=lambda candidate: -candidate["accuracy"])
 
 
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs, hardware, versions and commits of each experiment of the page."""
-    rows = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
-    by_experiment: dict[str, list[Row]] = {}
-    for row in rows:
-        by_experiment.setdefault(row.experiment, []).append(row)
-    return [_conditions(*item) for item in sorted(by_experiment.items())]
+    shown = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
+    return [
+        {"experiment": experiment, **_conditions(group)}
+        for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items())
+    ]
 
 
-def _conditions(experiment: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _conditions(rows: Sequence[Row]) -> dict[str, Any]:
     dates = sorted(row.date[:10] for row in rows if row.date)
     networks = max(row.recipe.get("seeds", 0) for row in rows)  # where one row holds all seeds of a network
     versions = {", ".join(f"{name} {version}" for name, version in row.versions.items() if version) for row in rows}
     return {
-        "experiment": experiment,
         "runs": len(rows),
         "seeds": f"{networks} a network" if networks else ", ".join(map(str, sorted({row.seed for row in rows}))),
         "hours": sum(row.seconds for row in rows) / 3600,

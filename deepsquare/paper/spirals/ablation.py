@@ -17,16 +17,8 @@ from torch.func import jacrev, vmap
 
 from deepsquare.paper.spirals import data
 from deepsquare.paper.spirals.data import Array
-from deepsquare.paper.spirals.intervals import difference, mean, settled
-from deepsquare.paper.spirals.measures import TIMES, units
-from deepsquare.paper.spirals.networks import (
-    ONE_ARM,
-    Batch,
-    Networks,
-    Setting,
-    draw_one_arm,
-    train,
-)
+from deepsquare.paper.spirals.measures import TIMES, difference, mean, settled, units
+from deepsquare.paper.spirals.networks import ONE_ARM, Batch, Networks, Setting, draw_one_arm, train
 from deepsquare.results import round_for_json
 
 PAIR = ("relu", "relu_square")
@@ -44,11 +36,10 @@ def by_data(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
     every = max(1, steps // 16)
 
     def medians(activation: str) -> Tensor:
-        networks = _stacked(activation, seeds, len(CASES), _noisy)
-        batch = networks.batch("test")
-        training = (parameters for step, parameters in train(networks, steps) if step and step % every == 0)
-        losses = [networks.losses(parameters, *batch) for parameters in training]
-        return torch.stack(losses).reshape(-1, len(CASES), len(seeds)).median(2).values
+        networks = _stacked(activation, seeds, len(CASES), lambda case, *of: draw_one_arm(*of, *CASES[case]))
+        checkpoints = range(every, steps + 1, every)
+        losses = networks.losses_at(train(networks, steps, checkpoints), checkpoints, "test")
+        return losses.reshape(-1, len(CASES), len(seeds)).median(2).values
 
     relu, square = (medians(activation) for activation in PAIR)
     rows = []
@@ -69,10 +60,9 @@ def by_length(seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
 
     def ends(activation: str) -> list[Array]:
         networks = Networks(ONE_ARM, activation, settings, seeds)
-        batch = networks.batch("test")
-        at_thirds = (parameters for step, parameters in train(networks, steps) if step in thirds)
-        tables = [networks.table(networks.losses(parameters, *batch)).double().numpy() for parameters in at_thirds]
-        return [*(constant for constant, _ in tables), tables[-1][1]]
+        losses = networks.losses_at(train(networks, steps, thirds), thirds, "test")
+        constant, decayed = networks.table(losses).double().numpy().swapaxes(0, 1)
+        return [*constant, decayed[-1]]
 
     relu, square = (ends(activation) for activation in PAIR)
     rows = []
@@ -90,22 +80,16 @@ def by_optimizer(seeds: Sequence[int], steps: int, iterations: int) -> list[dict
 
     def medians(activation: str) -> Tensor:
         networks = _stacked(activation, seeds, len(FREE), lambda case, _, split: _noiseless(split, FREE[case]))
-        *_, (_, parameters) = train(networks, steps)
-        adam = networks.losses(parameters, *networks.batch("test"))
+        adam = networks.losses_at(train(networks, steps, [steps]), [steps], "test")[0]
         batch = networks.batch("test", torch.float64)
         second_order = networks.losses(levenberg_marquardt(networks, iterations), *batch)
         return torch.stack([adam, second_order]).reshape(2, len(FREE), len(seeds)).median(2).values
 
-    errors = [medians(activation) for activation in PAIR]
-    names = ("adam", "levenberg_marquardt")
-    return [
-        {"turns": turns}
-        | {
-            activation: dict(zip(names, round_for_json(values[:, case].tolist()), strict=True))
-            for activation, values in zip(PAIR, errors, strict=True)
-        }
-        for case, turns in enumerate(FREE)
-    ]
+    rows: list[dict[str, Any]] = [{"turns": turns} for turns in FREE]
+    for activation in PAIR:
+        for row, errors in zip(rows, medians(activation).mT, strict=True):
+            row[activation] = dict(zip(("adam", "levenberg_marquardt"), round_for_json(errors.tolist()), strict=True))
+    return rows
 
 
 def _stacked(
@@ -115,11 +99,6 @@ def _stacked(
     span = max(seeds) + 1
     task = replace(ONE_ARM, draw=lambda seed, split: draw(*divmod(seed, span), split))
     return Networks(task, activation, [USUAL], [case * span + seed for case in range(cases) for seed in seeds])
-
-
-def _noisy(case: int, seed: int, split: data.Split) -> Batch:
-    turns, noise = CASES[case]
-    return draw_one_arm(seed, split, turns, noise)
 
 
 def _noiseless(split: data.Split, turns: float) -> Batch:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[np.float64]
+Arms: TypeAlias = npt.NDArray[np.int64]
 Split: TypeAlias = Literal["train", "validation", "test"]
 
 TURNS, NOISE = 1.5, 0.02
@@ -36,14 +37,12 @@ def one_arm(seed: int, split: Split, points: int, *, turns: float = TURNS, noise
     return times, trajectory(times, turns) + noise * rng.standard_normal((points, 2))
 
 
-def three_arms(
-    seed: int, split: Split, points: int, *, sweep: float = SWEEP, noise: float = ANGLE_NOISE
-) -> tuple[Array, npt.NDArray[np.int64]]:
+def three_arms(seed: int, split: Split, points: int, *, noise: float = ANGLE_NOISE) -> tuple[Array, Arms]:
     """Points (3N, 2), ``points`` = N on each arm, and the arm of each, 0, 1 or 2 (3N,)."""
     rng = _generator(seed, split, points, noise)
     arms = np.repeat(np.arange(ARMS), points)
     radii = np.tile(_evenly(points), ARMS)
-    angles = 2 * math.pi * arms / ARMS + sweep * radii + noise * rng.standard_normal(ARMS * points)
+    angles = 2 * math.pi * arms / ARMS + SWEEP * radii + noise * rng.standard_normal(ARMS * points)
     return _polar(radii, angles), arms
 
 

@@ -4,12 +4,10 @@ Trajectories and decision regions are those of the network with the median test 
 """
 
 from collections.abc import Mapping
-from io import BytesIO
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -32,18 +30,18 @@ ARM_TINTS = ("#b3d4e8", "#f7dfae", "#b0dccb")
 ARM_MARKERS = ("o", "s", "^")
 MAIN = ("relu", "relu_square")
 BANDS = "median over the seeds; bands: the middle 50% and 90%; dot: number of steps chosen on validation data"
+MEDIAN = "(b), (c): of {} networks the one with the median test loss"
 TITLES = ("(b) With DeepSquare", "(c) Without DeepSquare")
 
 
-def fig3(trained: Mapping[str, Trained]) -> bytes:
+def fig3(trained: Mapping[str, Trained]) -> Figure:
     """The one arm; its regression with and without DeepSquare."""
-    figure = _figure(8, 3.2)
+    figure = _figure(8, 3.2, MEDIAN.format(len(trained["relu"].loss)))
     data, *panels = figure.subplots(1, 3, sharex=True, sharey=True)
-    square = trained["relu_square"]
-    _, points = square.networks.task.draw(square.networks.seeds[square.median_network], "train")
+    _, points = trained["relu_square"].median_data
     true = trajectory(TIMES)
     data.plot(*true.T, color="0.6", linewidth=1)
-    x1, x2 = points.numpy()
+    x1, x2 = points
     data.scatter(x1, x2, s=9, color="black")
     _title(data, "(a) One-arm spiral data", f"{len(x1)} points to train on; grey: without noise")
     for axes, title, name in zip(panels, TITLES, ("relu_square", "relu"), strict=True):
@@ -53,31 +51,28 @@ def fig3(trained: Mapping[str, Trained]) -> bytes:
         axes.plot(*path.T, color=COLORS[name], linewidth=1.8)
         loss = result.loss[result.median_network]
         _title(axes, title, f"test loss {loss:.2g}, sharpest turn {largest_turn(path):.0f}°")
-    _note(figure, f"(b), (c): of {len(trained['relu'].loss)} networks the one with the median test loss")
     for axes in (data, *panels):
         axes.set(aspect="equal", xlim=(-1.2, 0.9), ylim=(-0.75, 1.05), xticks=(-1, 0), yticks=(0, 1))
-    return _png(figure)
+    return figure
 
 
-def fig4(trained: Mapping[str, Trained]) -> bytes:
+def fig4(trained: Mapping[str, Trained]) -> Figure:
     """The test loss of the regression along training."""
-    figure = _figure(6.4, 3.8)
+    figure = _figure(6.4, 3.8, BANDS)
     axes = figure.subplots()
     _curves(axes, trained, {name: result.losses for name, result in trained.items()})
     axes.axhline(NOISE**2, color="0.4", linewidth=0.9, linestyle="--")
-    axes.text(
-        0.01, NOISE**2, "noise", ha="left", va="top", fontsize=9, color="0.3", transform=axes.get_yaxis_transform()
-    )
+    in_axes = axes.get_yaxis_transform()
+    axes.text(0.01, NOISE**2, "noise", ha="left", va="top", fontsize=9, color="0.3", transform=in_axes)
     axes.set(yscale="log", xlabel="step", ylabel="test loss (mean squared error)", title="One-arm spiral")
     axes.set_ylim(NOISE**2 / 1.3, 0.03)
     _legend(axes, "upper right")
-    _note(figure, BANDS)
-    return _png(figure)
+    return figure
 
 
-def fig5(trained: Mapping[str, Trained]) -> bytes:
+def fig5(trained: Mapping[str, Trained]) -> Figure:
     """The three arms; the decision regions with and without DeepSquare."""
-    figure = _figure(8, 3.5)
+    figure = _figure(8, 3.5, MEDIAN.format(len(trained["relu"].loss)))
     data, *panels = figure.subplots(1, 3, sharex=True, sharey=True)
     _arms(data, trained["relu_square"], 9)
     _title(data, "(a) Three-arm spiral data", "the points to train on")
@@ -91,22 +86,21 @@ def fig5(trained: Mapping[str, Trained]) -> bytes:
         _arms(axes, result, 4)
         turn = boundary_turn(ticks, outputs[0])
         _title(axes, title, f"test loss {result.loss[index]:.2g}, sharpest turns {turn:.0f}°")
-    _note(figure, f"(b), (c): of {len(trained['relu'].loss)} networks the one with the median test loss")
     for axes in (data, *panels):
         axes.set(aspect="equal", xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
-    return _png(figure)
+    return figure
 
 
 def _arms(axes: Axes, trained: Trained, size: float) -> None:
-    points, arms = trained.networks.task.draw(trained.networks.seeds[trained.median_network], "train")
-    for arm, (color, marker) in enumerate(zip(ARM_COLORS, ARM_MARKERS, strict=True)):
-        x1, x2 = points[:, arms[arm] == 1].numpy()
+    points, arms = trained.median_data
+    for arm, color, marker in zip(arms, ARM_COLORS, ARM_MARKERS, strict=True):
+        x1, x2 = points[:, arm == 1]
         axes.scatter(x1, x2, s=size, color=color, marker=marker, linewidths=0)
 
 
-def fig6(trained: Mapping[str, Trained]) -> bytes:
+def fig6(trained: Mapping[str, Trained]) -> Figure:
     """The test loss and the test accuracy of the classification along training."""
-    figure = _figure(8, 3.6)
+    figure = _figure(8, 3.6, BANDS)
     loss, accuracy = figure.subplots(1, 2)
     _curves(loss, trained, {name: result.losses for name, result in trained.items()})
     percent = {name: 100 * result.accuracies for name, result in trained.items() if result.accuracies is not None}
@@ -114,8 +108,7 @@ def fig6(trained: Mapping[str, Trained]) -> bytes:
     loss.set(yscale="log", xlabel="step", ylabel="test loss (cross-entropy)", title="Three-arm spiral: loss")
     accuracy.set(xlabel="step", ylabel="test accuracy (%)", title="Three-arm spiral: accuracy", ylim=(85, 100.3))
     _legend(accuracy, "lower right")
-    _note(figure, BANDS)
-    return _png(figure)
+    return figure
 
 
 def _curves(axes: Axes, trained: Mapping[str, Trained], values: Mapping[str, Array]) -> None:
@@ -127,11 +120,9 @@ def _curves(axes: Axes, trained: Mapping[str, Trained], values: Mapping[str, Arr
         if main:
             axes.fill_between(result.checkpoints, low, high, color=color, alpha=0.15, linewidth=0)
             axes.fill_between(result.checkpoints, quarter, third, color=color, alpha=0.3, linewidth=0)
-        width, style = (2, "-") if main else (1.2, STYLES[name])
+        width, style, size = (2, "-", 7) if main else (1.2, STYLES[name], 5)
         axes.plot(result.checkpoints, middle, color=color, linewidth=width, linestyle=style, label=NAMES[name])
-        chosen = result.checkpoints.index(result.steps)
-        size = 7 if main else 5
-        axes.plot(result.steps, middle[chosen], "o", color=color, markersize=size, zorder=3)
+        axes.plot(result.steps, middle[result.chosen], "o", color=color, markersize=size, zorder=3)
     axes.set_xlim(0, 1.02 * max(result.checkpoints[-1] for result in trained.values()))
 
 
@@ -141,7 +132,7 @@ def _legend(axes: Axes, location: Literal["upper right", "lower right"]) -> None
     axes.legend([handles[i] for i in order], [labels[i] for i in order], loc=location, fontsize=9, frameon=False)
 
 
-def settings(tuned: Mapping[str, Mapping[str, Tuned]]) -> bytes:
+def settings(tuned: Mapping[str, Mapping[str, Tuned]]) -> Figure:
     """The ratio of test losses, ReLU-Square to ReLU, for every setting and length; the best ones are framed."""
     figure = _figure(8, 5.6)
     grid = figure.subplots(len(tuned), len(LENGTHS), gridspec_kw={"height_ratios": [2, 1]})
@@ -152,11 +143,10 @@ def settings(tuned: Mapping[str, Mapping[str, Tuned]]) -> bytes:
     bar = figure.colorbar(grid[0, 0].images[0], ax=grid, shrink=0.6, pad=0.01)
     bar.set_ticks([-3, -2, -1, 0, 1, 2, 3], labels=["⅛", "¼", "½", "1", "2", "4", "8"])
     bar.set_label("test loss, ReLU-Square / ReLU", fontsize=9)
-    frames = [
-        Patch(fill=False, edgecolor=COLORS[name], linewidth=2, label=f"chosen for {NAMES[name]}") for name in MAIN
-    ]
+    frame: dict[str, Any] = {"fill": False, "linewidth": 2}
+    frames = [Patch(edgecolor=COLORS[name], label=f"chosen for {NAMES[name]}", **frame) for name in MAIN]
     figure.legend(handles=frames, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-    return _png(figure)
+    return figure
 
 
 def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> None:
@@ -185,29 +175,17 @@ def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> 
 
 def log_ratio(square: Array, relu: Array) -> Array:
     """log₂ of the ratio of two losses; ±∞ if one diverged, NaN if both did."""
-    both = np.isinf(square) & np.isinf(relu)
-    safe = np.where(both, 1.0, relu), np.where(both, 1.0, square)
-    with np.errstate(divide="ignore"):
-        ratio: Array = np.where(both, np.nan, np.log2(safe[1]) - np.log2(safe[0]))
+    with np.errstate(divide="ignore", invalid="ignore"):  # ∞ − ∞ is NaN
+        ratio: Array = np.log2(square) - np.log2(relu)
     return ratio
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(width: float, height: float, note: str = "") -> Figure:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure.supxlabel(note, fontsize=8.5, color="0.25")
     return figure
 
 
 def _title(axes: Axes, title: str, below: str) -> None:
     axes.set_title(title, fontsize=10.5, fontweight="bold", pad=16)
     axes.text(0.5, 1.02, below, transform=axes.transAxes, fontsize=8, ha="center", va="bottom")
-
-
-def _note(figure: Figure, text: str) -> None:
-    figure.supxlabel(text, fontsize=8.5, color="0.25")
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -1,18 +1,21 @@
-"""The smoothness of the networks of Section 3.2, and the cost of their activations."""
+"""The smoothness of the networks of Section 3.2, the cost of their activations, and means over seeds with intervals."""
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from deepsquare._threads import one_thread
+from deepsquare.paper.bench._common import interleave, time_call
 from deepsquare.paper.spirals.data import ARMS, Array, trajectory
 from deepsquare.paper.spirals.networks import ACTIVATIONS, Activation, Networks
+from deepsquare.paper.statistics import interval
+from deepsquare.results import round_for_json
 
+BETTER = {"test_loss": -1, "test_accuracy": 1, "roughness": -1, "sharpest_turn": -1}  # the sign of an improvement
 TIMES = np.linspace(0, 1, 1001)
 SPACING = 0.02  # of the points along a decision boundary, whose arms are about 2.3 long
 
@@ -68,10 +71,7 @@ def boundary_turn(ticks: Array, outputs: Array) -> float:
     ``outputs`` (3, P, P) are those of one network. A boundary is where the two largest outputs are equal; points
     outside the radius of the data, 1, are ignored.
     """
-    figure = Figure()
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    largest = []
+    axes, largest = Figure().subplots(), []
     for arm in range(ARMS):
         others = [outputs[(arm + 1) % ARMS], outputs[(arm + 2) % ARMS]]
         margin = np.where(others[0] > others[1], outputs[arm] - others[0], np.nan)  # NaN where the third wins
@@ -101,12 +101,34 @@ def activation_costs(elements: int, repeats: int) -> dict[str, dict[str, float]]
         "forward": lambda activation: activation(x),
         "forward_backward": lambda activation: torch.autograd.grad(activation(leaf), leaf, gradient),
     }
-    best = {name: dict.fromkeys(passes, np.inf) for name in ACTIVATIONS}
+    calls = {
+        (name, kind): partial(time_call, partial(function, activation))
+        for name, activation in ACTIVATIONS.items()
+        for kind, function in passes.items()
+    }
     with one_thread():
-        for _ in range(repeats):
-            for name, activation in ACTIVATIONS.items():
-                for kind, function in passes.items():
-                    start = time.perf_counter()
-                    function(activation)
-                    best[name][kind] = min(best[name][kind], time.perf_counter() - start)
-    return best
+        seconds = interleave(calls, range(repeats))
+    return {name: {kind: min(seconds[name, kind]) for kind in passes} for name in ACTIVATIONS}
+
+
+def settled(values: Array, worst: float | None = None) -> Array:
+    """The values, with non-finite ones replaced by the worst finite one."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        raise ValueError("every network of the chosen setting diverged; widen the grid of settings in tuning.py")
+    return np.where(np.isfinite(values), values, finite.max() if worst is None else worst)
+
+
+def mean(values: Array) -> dict[str, float]:
+    """The mean and its 95% interval by Student's t distribution."""
+    result = interval(values)
+    assert result is not None
+    rounded = round_for_json([result.mean, result.low, result.high], 5)
+    return {name: value for name, value in zip(("mean", "low", "high"), rounded, strict=True) if value is not None}
+
+
+def difference(values: Array, base: Array, sign: int) -> dict[str, float]:
+    """The mean difference, paired by seed, with its interval, and the share of seeds for which ``values`` is better."""
+    worst = max(settled(values).max(), settled(base).max())
+    values, base = settled(values, worst), settled(base, worst)
+    return {**mean(values - base), "share_better": float(np.mean(sign * (values - base) > 0))}

@@ -7,7 +7,7 @@ and data), learning rate, kind of initialization and scaling of the input.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -50,11 +50,6 @@ class Task:
     draw: DrawData
     loss: Callable[[Tensor, Tensor], Tensor]
     classification: bool = False
-
-    def batch(self, seeds: Sequence[int], split: data.Split, dtype: torch.dtype = torch.float32) -> Batch:
-        """The data of every seed, stacked."""
-        inputs, targets = zip(*(self.draw(seed, split) for seed in seeds), strict=True)
-        return torch.stack(inputs).to(dtype), torch.stack(targets).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,8 @@ class Networks:
 
     def batch(self, split: data.Split, dtype: torch.dtype = torch.float32) -> Batch:
         """The data of every network."""
-        inputs, targets = self.task.batch(self.seeds, split, dtype)
+        samples = zip(*(self.task.draw(seed, split) for seed in self.seeds), strict=True)
+        inputs, targets = (torch.stack(parts).to(dtype) for parts in samples)
         scaled = torch.cat([setting.scaled(inputs) for setting in self.settings])
         return scaled, targets.repeat(len(self.settings), 1, 1)
 
@@ -142,6 +138,11 @@ class Networks:
         factor = min(1.0, 2 * (1 - progress))
         lrs = [setting.lr * (factor if setting.decay else 1) for setting in self.settings]
         return torch.tensor(lrs, dtype=torch.float64).repeat_interleave(len(self.seeds))[:, None]
+
+    def losses_at(self, trained: Mapping[int, Tensor], checkpoints: Iterable[int], split: data.Split) -> Tensor:
+        """The losses (checkpoints, networks) on a split, from the parameters that ``train`` returns."""
+        batch = self.batch(split)
+        return torch.stack([self.losses(trained[step], *batch) for step in checkpoints])
 
     def table(self, values: Tensor) -> Tensor:
         """Values by network (…, networks) as (…, settings, seeds)."""
@@ -182,8 +183,10 @@ OPTIMIZERS: Mapping[Optimizer, Callable[[int, Tensor, Tensor, Tensor, list[Tenso
 }
 
 
-def train(networks: Networks, steps: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
-    """The step and the parameters before training and after each step.
+def train(
+    networks: Networks, steps: int, checkpoints: Collection[int], dtype: torch.dtype = torch.float32
+) -> dict[int, Tensor]:
+    """The parameters after each of the ``checkpoints``, numbers of steps; 0 is before training.
 
     NOTE not in paper: full batches and a constant learning rate, so a shorter training is a prefix of a longer one.
     """
@@ -191,13 +194,15 @@ def train(networks: Networks, steps: int, dtype: torch.dtype = torch.float32) ->
     update, state = OPTIMIZERS[optimizer], list[Tensor]()
     inputs, targets = networks.batch("train", dtype)
     parameters = networks.initial(dtype)
-    yield 0, parameters
+    saved = {0: parameters}
     trace = make_fx(lambda *arguments: networks.gradients(*arguments))
     traced = trace(parameters, inputs, targets)  # the same operations, without the overhead of vmap at each step
     for step in range(1, steps + 1):
         lrs = networks.lrs((step - 1) / steps).to(dtype)
         parameters = update(step, lrs, traced(parameters, inputs, targets), parameters, state)
-        yield step, parameters
+        if step in checkpoints:
+            saved[step] = parameters
+    return saved
 
 
 def draw_one_arm(seed: int, split: data.Split, turns: float = data.TURNS, noise: float = data.NOISE) -> Batch:

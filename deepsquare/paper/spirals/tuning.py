@@ -9,20 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import get_args
 
 import numpy as np
 import torch
 
-from deepsquare.paper.spirals.data import Array
-from deepsquare.paper.spirals.networks import (
-    Initialization,
-    Networks,
-    Optimizer,
-    Scaling,
-    Setting,
-    Task,
-    train,
-)
+from deepsquare.paper.spirals.data import Array, Split
+from deepsquare.paper.spirals.networks import Initialization, Networks, Optimizer, Scaling, Setting, Task, train
 
 KINDS: tuple[Initialization, ...] = ("pytorch", "glorot")
 LRS: Mapping[Optimizer, tuple[float, ...]] = {"adam": (0.003, 0.01, 0.03, 0.1), "sgd": (0.1, 0.3)}
@@ -63,19 +56,16 @@ class Tuned:
 
 def tune(task: Task, activation: str, seeds: Sequence[int], steps: int) -> Tuned:
     """Train with every setting of the grid, all networks of one optimizer in one batch."""
-    settings = grid(task)
-    medians = {split: np.empty((len(LENGTHS), len(settings))) for split in ("train", "validation", "test")}
+    settings, compared = grid(task), lengths(steps)
+    medians = {split: np.empty((len(compared), len(settings))) for split in get_args(Split)}
     for optimizer in LRS:
         chosen = [index for index, setting in enumerate(settings) if setting.optimizer == optimizer]
         networks = Networks(task, activation, [settings[index] for index in chosen], seeds)
-        batches = {split: networks.batch(split) for split in ("train", "validation", "test")}
-        for step, parameters in train(networks, steps):
-            for row in (row for row, length in enumerate(lengths(steps)) if length == step):
-                for split, batch in batches.items():
-                    losses = finite(networks.losses(parameters, *batch))
-                    table = losses.reshape(len(chosen), len(seeds))
-                    medians[split][row, chosen] = np.median(table, axis=1)
-    return Tuned(settings, lengths(steps), **medians)
+        trained = train(networks, steps, compared)
+        for split in get_args(Split):
+            losses = finite(networks.table(networks.losses_at(trained, compared, split)))
+            medians[split][:, chosen] = np.median(losses, axis=2)
+    return Tuned(settings, compared, **medians)
 
 
 def finite(losses: torch.Tensor) -> Array:
@@ -89,7 +79,6 @@ class Trained:
     """One activation with its best setting: the test losses of its networks during training."""
 
     networks: Networks
-    setting: Setting
     steps: int  # chosen
     parameters: torch.Tensor  # (seeds, P), at the chosen step
     checkpoints: tuple[int, ...]
@@ -99,19 +88,25 @@ class Trained:
     seconds: float
 
     @property
-    def loss(self) -> Array:
-        """The test loss of every seed at the chosen step."""
-        return np.asarray(self.losses[self.checkpoints.index(self.steps)])
+    def chosen(self) -> int:
+        """The index of the chosen step among the checkpoints."""
+        return self.checkpoints.index(self.steps)
 
     @property
-    def accuracy(self) -> Array | None:
-        """The test accuracy of every seed at the chosen step."""
-        return None if self.accuracies is None else self.accuracies[self.checkpoints.index(self.steps)]
+    def loss(self) -> Array:
+        """The test loss of every seed at the chosen step."""
+        return np.asarray(self.losses[self.chosen])
 
     @property
     def median_network(self) -> int:
         """The index of the network with the median test loss, which the figures show."""
         return int(np.argsort(self.loss, kind="stable")[len(self.loss) // 2])
+
+    @property
+    def median_data(self) -> tuple[Array, Array]:
+        """The inputs (D, N) and targets (K, N) that this network was trained on."""
+        inputs, targets = self.networks.task.draw(self.networks.seeds[self.median_network], "train")
+        return inputs.numpy(), targets.numpy()
 
 
 def quantiles(values: Array) -> Array:
@@ -124,24 +119,13 @@ def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], ste
     start = time.perf_counter()
     setting, chosen = tuned.best
     networks = Networks(task, activation, [setting], seeds)
-    test, checkpoints, losses, accuracies, best = networks.batch("test"), [], [], [], networks.initial()
-    wanted = {round(step) for step in np.linspace(0, steps, CURVE + 1)} | set(lengths(steps))
-    for step, parameters in train(networks, steps):
-        if step in wanted:
-            checkpoints.append(step)
-            losses.append(finite(networks.losses(parameters, *test)))
-            if task.classification:
-                accuracies.append(networks.accuracies(parameters, *test).double().numpy())
-        if step == chosen:
-            best = parameters
-    return Trained(
-        networks,
-        setting,
-        chosen,
-        best,
-        tuple(checkpoints),
-        np.stack(losses),
-        np.stack(accuracies) if task.classification else None,
-        finite(networks.losses(best, *networks.batch("train"))),
-        time.perf_counter() - start,
-    )
+    curve = {round(step) for step in np.linspace(0, steps, CURVE + 1)}
+    checkpoints = tuple(sorted(curve | {*lengths(steps), chosen}))
+    trained = train(networks, steps, checkpoints)
+    losses, accuracies = finite(networks.losses_at(trained, checkpoints, "test")), None
+    if task.classification:
+        test = networks.batch("test")
+        accuracies = np.stack([networks.accuracies(trained[step], *test).double().numpy() for step in checkpoints])
+    train_loss = finite(networks.losses_at(trained, [chosen], "train"))[0]
+    seconds = time.perf_counter() - start
+    return Trained(networks, chosen, trained[chosen], checkpoints, losses, accuracies, train_loss, seconds)
