@@ -127,7 +127,7 @@ class Graph:
 
 
 class BatchNormShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Batch normalization by its shapes alone: on fake and meta tensors torch decomposes it in Python, which is slow."""
+    """Batch normalization by its shapes alone: on fake and meta tensors torch decomposes it in slow Python."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
