@@ -16,7 +16,6 @@ from scipy import stats
 
 from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, write_shards
 from deepsquare.data.jpeg import jpeg_size
-from deepsquare.data.source import FileNames
 from deepsquare.data.transforms import CropParams, center_crop, crop_params, random_crop
 from deepsquare.preprocessing import Preprocessing
 
@@ -40,10 +39,11 @@ def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
     assert (source.classes, len(source)) == (("a",), 1)
 
 
-def test_names_keep_every_file_name() -> None:
-    given = ["a", "", "ü.jpg", os.fsdecode(b"\xff.jpg"), "b" * 300]
-    names = FileNames(given)
-    assert [names[index] for index in range(len(given))] == given
+def test_names_keep_every_file_name(tmp_path: Path) -> None:
+    files = sorted(["a.jpg", "ü.jpg", os.fsdecode(b"\xff.jpg"), "b" * 250 + ".jpg"])
+    touch(tmp_path, *(f"val/a/{file}" for file in files))
+    source = open_source(tmp_path, "val")
+    assert [source.name(index) for index in range(len(source))] == [f"{tmp_path}/val/a/{file}" for file in files]
 
 
 def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
