@@ -19,10 +19,10 @@ class LoaderConfig(Validated):
     """How images are read.
 
     Attributes:
-        pipeline: decoder, one of ``fast``, ``torchvision`` and ``dali``.
-        workers: processes that decode for each training process, 0 to decode in that process; by default its share of
-            the cores if it trains on a GPU, else 0.
-        damaged: share of the images that may be undecodable before it is an error.
+        pipeline: Decoder: fast, torchvision or dali.
+        workers: Decoding processes per training process, or 0 to decode in the training process; None for 0 on the
+            CPU, and for a share of the cores with a GPU.
+        damaged: Share of the images that may be undecodable before it is an error.
     """
 
     pipeline: str = "fast"
@@ -50,15 +50,17 @@ class TrainerConfig(Validated):
     """How a run is computed. The result depends on ``precision``, ``ema`` and ``sync_bn`` too: see describe_run.
 
     Attributes:
-        precision: of the forward and backward pass; bfloat16 and float16 use autocast, float16 with loss scaling.
-        ema: decay of an exponential moving average of the weights, which is evaluated and saved too; off if None.
-        sync_bn: whether to compute batch statistics over all processes instead of each process's part (GPU only).
-        micro_batch_size: images per forward and backward pass of a process; gradients accumulate over a batch.
-        channels_last: whether images and weights are in channels_last, which convolutions are fastest in.
-        compile: whether to use torch.compile.
-        checkpoint_minutes: minutes between two checkpoints within an epoch.
-        tensorboard: whether to write TensorBoard event files.
-        loading: how images are read.
+        precision: Precision of the forward and backward pass; bfloat16 and float16 use autocast, float16 also scales
+            the loss.
+        ema: Decay of an exponential moving average of the weights, which is evaluated and saved too; None for no EMA.
+        sync_bn: Compute batch statistics over all processes instead of each process's part (GPU only).
+        micro_batch_size: Images per forward and backward pass of a process, whose gradients accumulate over a batch;
+            None for the whole batch.
+        channels_last: Store images and weights in channels_last, which is the fastest format for convolutions.
+        compile: Use torch.compile.
+        checkpoint_minutes: Minutes between two checkpoints within an epoch.
+        tensorboard: Write TensorBoard event files.
+        loading: How images are read.
     """
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"

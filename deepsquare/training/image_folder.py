@@ -20,28 +20,25 @@ from deepsquare.training.recipe import ImageNetRecipe
 logger = logging.getLogger("deepsquare")
 
 
+@dataclass(frozen=True)
 class ImageBatches:
     """Shuffled batches of a source, shared by all processes; an epoch depends on the seed and its number only.
 
     Batch b of an epoch has the same images and crops for any number of processes; the last, smaller batch is dropped.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        recipe: ImageNetRecipe,
-        *,
-        seed: int = 0,
-        distributed: DistributedContext = SINGLE_PROCESS,
-        loading: LoaderConfig = DEFAULT_LOADER,
-    ) -> None:
-        size, processes = recipe.batch_size, distributed.world_size
+    source: Source
+    recipe: ImageNetRecipe
+    seed: int = 0
+    distributed: DistributedContext = SINGLE_PROCESS
+    loading: LoaderConfig = DEFAULT_LOADER
+
+    def __post_init__(self) -> None:
+        size, processes, images = self.recipe.batch_size, self.distributed.world_size, len(self.source)
         if size % processes:
             raise ValueError(f"batch_size is {size}; expected a multiple of the {processes} processes that share it")
-        if size > len(source):
-            raise ValueError(f"batch_size is {size}, but there are {len(source)} images; expected at most as many")
-        self.source, self.recipe, self.seed, self.distributed, self.loading = source, recipe, seed, distributed, loading
-        self.transform = TrainTransform(recipe.size, recipe.crop_area, recipe.crop_ratio, recipe.flip)
+        if size > images:
+            raise ValueError(f"batch_size is {size}, but there are {images} images; expected at most as many")
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -49,11 +46,12 @@ class ImageBatches:
 
     def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
         """This process's part of each batch of an epoch, from batch ``start`` on."""
-        processes, rank = self.distributed.world_size, self.distributed.rank
+        processes, rank, recipe = self.distributed.world_size, self.distributed.rank, self.recipe
         order = np.random.default_rng([self.seed, number]).permutation(len(self.source))
-        indices = order[: len(self) * self.recipe.batch_size].reshape(len(self), processes, -1)[start:, rank].tolist()
+        indices = order[: len(self) * recipe.batch_size].reshape(len(self), processes, -1)[start:, rank].tolist()
+        transform = TrainTransform(recipe.size, recipe.crop_area, recipe.crop_ratio, recipe.flip)
         options = self.loading.options(self.distributed)
-        loaded = batches(self.source, indices, self.transform, seed=self.seed, epoch=number, **options)
+        loaded = batches(self.source, indices, transform, seed=self.seed, epoch=number, **options)
         return _limit_damaged(loaded, len(self.source) // processes, self.loading.damaged)
 
 

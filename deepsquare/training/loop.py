@@ -27,7 +27,7 @@ from deepsquare.training.state import load_progress, save_progress
 from deepsquare.training.trainer import Trainer
 
 logger = logging.getLogger("deepsquare")
-PATIENCE = 3  # consecutive bad epochs after the warm-up, no better than chance, until a run counts as diverged
+PATIENCE = 3  # a run has diverged after this many epochs in a row, past the warm-up, with a loss of chance level
 Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
@@ -43,15 +43,15 @@ class Batches(Protocol):
 
 @dataclass
 class History:
-    """The metrics of a run, one value per epoch; loss, accuracy and top5 of the evaluation, ema the EMA's accuracy."""
+    """The metrics of a run; the lists have one value per epoch."""
 
     train_loss: list[float] = field(default_factory=list)
     train_accuracy: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)  # in the evaluation, like accuracy and top5
     accuracy: list[float] = field(default_factory=list)
     top5: list[float] = field(default_factory=list)
-    ema: list[float] = field(default_factory=list)
-    correct: str = ""  # which images of the last evaluation were classified correctly, by pack_bits
+    ema: list[float] = field(default_factory=list)  # accuracy of the EMA of the weights; empty without one
+    correct: str = ""  # one bit per image of the last evaluation: whether it was classified correctly (pack_bits)
     seconds: float = 0.0
 
     @property
@@ -94,11 +94,6 @@ class EpochMetrics:
         """On the training batches, before each step."""
         return self.correct / max(self.images, 1)
 
-    @property
-    def chance_loss(self) -> float:
-        """The loss of equal probabilities for all classes."""
-        return math.log(self.classes)
-
 
 class EvalMetrics(NamedTuple):
     """Mean loss, top-1 and top-5 accuracy on a set of images.
@@ -111,10 +106,6 @@ class EvalMetrics(NamedTuple):
     top5: float
     overflows: int
     correct: Tensor
-
-
-class NotFiniteError(ArithmeticError):
-    """The loss of a step is not finite."""
 
 
 class DivergedError(ArithmeticError):
@@ -200,14 +191,14 @@ def fit(
     history = run.history
     while history.epochs < recipe.epochs:
         _train_epoch(run, batches, checkpoint_interval, on_step, stop)
-        metrics = run.epoch_metrics
-        bad = history.epochs >= recipe.warmup and metrics.mean_loss >= metrics.chance_loss
+        metrics, chance = run.epoch_metrics, math.log(run.epoch_metrics.classes)  # the loss of equal probabilities
+        bad = history.epochs >= recipe.warmup and metrics.mean_loss >= chance
         run.bad_epochs = run.bad_epochs + 1 if bad else 0
         _evaluate_epoch(trainer, evaluation, history, metrics)
         if run.bad_epochs >= PATIENCE or (judge_end and bad and history.epochs == recipe.epochs):
             raise DivergedError(
                 f"epoch {history.epochs}: the loss is {metrics.mean_loss:.3g}, no better than chance "
-                f"({metrics.chance_loss:.3g}); try a lower lr",
+                f"({chance:.3g}); try a lower lr",
                 history,
             )
         run.epoch_metrics = EpochMetrics()
@@ -229,7 +220,7 @@ def _train_epoch(
             due = is_main_process and time.perf_counter() - run.saved_at > checkpoint_interval
             try:
                 stopping, due = step(run.trainer, images, labels, lr, metrics, stop(), due)
-            except NotFiniteError as error:
+            except FloatingPointError as error:
                 message = f"epoch {epoch + 1}: {error}; try a lower lr or a longer warm-up"
                 raise DivergedError(message, run.history) from error
             on_step(epoch, metrics, lr)
@@ -244,13 +235,13 @@ def step(
 ) -> list[bool]:
     """One optimizer step of all processes, added to the metrics; returns each flag or-ed over the processes.
 
-    A loss that is not finite raises :class:`NotFiniteError` on every process, before it reaches the weights.
+    A loss that is not finite raises FloatingPointError on every process, before it reaches the weights.
     """
     *sums, epoch_metrics.classes = trainer.forward_backward(images, labels)
     loss, correct, count, *raised = trainer.distributed.all_reduce_sum([*sums, *flags])
     epoch_metrics.steps += 1
     if not math.isfinite(loss):
-        raise NotFiniteError(f"the loss is {loss} at step {epoch_metrics.steps}, lr {lr:.3g}")
+        raise FloatingPointError(f"the loss is {loss} at step {epoch_metrics.steps}, lr {lr:.3g}")
     trainer.optimizer_step(lr)
     epoch_metrics.loss += loss
     epoch_metrics.correct += correct

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -16,7 +15,7 @@ LINE_INTERVAL = 60  # seconds, without a terminal
 
 
 class TrainingProgress:
-    """Epoch, loss, images per second and remaining time; prints nothing unless ``enabled``."""
+    """Epoch, loss, images per second and remaining time; prints nothing unless ``enabled``. Enter its ``bar``."""
 
     def __init__(self, recipe: Recipe, steps: int, enabled: bool) -> None:
         self.console = Console(stderr=True, quiet=not enabled)
@@ -24,17 +23,9 @@ class TrainingProgress:
         self._timed = 0
         self._since = self._printed_at = time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
-        self._bar = Progress(*columns, console=self.console, transient=True)
-        self._task = self._bar.add_task("", total=recipe.epochs * steps, status="")
-
-    def __enter__(self) -> TrainingProgress:
-        if self.console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.console.is_terminal:
-            self._bar.stop()
+        disable = not self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=disable)
+        self._task = self.bar.add_task("", total=recipe.epochs * steps, status="")
 
     def step(self, epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
         """Report a step of an epoch, counted from 0."""
@@ -50,7 +41,7 @@ class TrainingProgress:
             status += f", {speed:.0f} images/s, {_time(remaining)} left"
         position = f"epoch {epoch + 1}/{self.recipe.epochs}, step {epoch_metrics.steps}/{self.steps}"
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=done, description=position, status=status)
+            self.bar.update(self._task, completed=done, description=position, status=status)
         elif now - self._printed_at > LINE_INTERVAL:
             self._printed_at = now
             self._print(f"{position}: {status}")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,6 @@ from deepsquare.preprocessing import Preprocessing
 from deepsquare.training.config import DEFAULT_CONFIG, TrainerConfig
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
-
-
-class StepSums(NamedTuple):
-    """Sums over the images of a batch that could be read, and the number of classes."""
-
-    loss: float
-    correct: int
-    images: int
-    classes: int
 
 
 class Trainer:
@@ -68,8 +59,12 @@ class Trainer:
         wrapped = self._ddp or model
         self._forward: Callable[[Tensor], Tensor] = torch.compile(wrapped) if config.compile else wrapped
 
-    def forward_backward(self, images: Tensor, labels: Tensor) -> StepSums:
-        """Compute the gradients of a batch, micro-batch by micro-batch."""
+    def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[float, int, int, int]:
+        """Compute the gradients of a batch, micro-batch by micro-batch.
+
+        Returns the sum of the losses, the number of correct answers and of images, and the number of classes; images
+        that cannot be decoded do not count.
+        """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         size = self.config.micro_batch_size or len(labels)
@@ -90,7 +85,7 @@ class Trainer:
             loss_sum += loss.item() * valid
             correct += int((logits.argmax(1) == targets).sum())
             valid_sum, classes = valid_sum + valid, logits.shape[1]
-        return StepSums(loss_sum, correct, valid_sum, classes)
+        return loss_sum, correct, valid_sum, classes
 
     def optimizer_step(self, lr: float) -> None:
         """Update the weights, and their EMA."""

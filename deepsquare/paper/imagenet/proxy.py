@@ -91,7 +91,7 @@ class ImageFolderTraining:
         torch.manual_seed(run.seed)
         row = train_to_row(run, setup.trainer, setup.batches, setup.evaluation, checkpoint, on_progress)
         path = model_path(checkpoint.parent, **run.provenance)
-        save(setup.trainer.model, path, setup.preprocessing, run=RunInfo(**run.provenance))
+        save(setup.trainer.model, path, setup.trainer.preprocessing, run=RunInfo(**run.provenance))
         return row
 
 
