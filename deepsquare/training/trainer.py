@@ -1,12 +1,12 @@
-"""A model in training: its optimizer, autocast, EMA and DDP wrapper, and all of their state as plain values."""
+"""A model in training: its optimizer, autocast, EMA and DDP wrapper, with all of their state; and its evaluation."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,19 @@ from deepsquare.preprocessing import Preprocessing
 from deepsquare.training.config import DEFAULT_CONFIG, TrainerConfig
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
+
+
+class EvalMetrics(NamedTuple):
+    """Mean loss, top-1 and top-5 accuracy on a set of images.
+
+    ``overflows`` counts the images without a finite loss; ``correct`` has one boolean per image, in their order.
+    """
+
+    loss: float
+    accuracy: float
+    top5: float
+    overflows: int
+    correct: Tensor
 
 
 class Trainer:
@@ -138,6 +151,45 @@ class Trainer:
         if self.preprocessing is None:
             return images.to(self.distributed.device, non_blocking=True)
         return to_input(images, self.preprocessing, self.distributed.device, self.config.channels_last)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    distributed: DistributedContext = SINGLE_PROCESS,
+    logits: Callable[[Tensor], Tensor] | None = None,
+) -> EvalMetrics:
+    """Loss and accuracies over the batches of all processes, in eval mode; the model's mode is restored.
+
+    An image that could not be decoded is left out of the loss and counts as misclassified; so does one whose logits
+    contain NaN.
+    """
+    training = model.training
+    model.eval()
+    sums = torch.zeros(6, dtype=torch.float64)  # loss, decoded images, top-1, top-5, all images, overflows
+    hits: list[Tensor] = []
+    for images, labels in batches:
+        outputs = (logits or model)(images)
+        labels = labels.to(outputs.device)
+        losses = F.cross_entropy(outputs, labels, reduction="none", ignore_index=NO_LABEL)
+        targets = labels.where(~outputs.isnan().any(1), NO_LABEL)
+        top5 = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
+        hits.append((outputs.argmax(1) == targets).cpu())
+        counts = ((labels != NO_LABEL).sum(), hits[-1].sum(), top5.sum(), len(labels), (~losses.isfinite()).sum())
+        sums += torch.tensor([losses.sum().item(), *map(int, counts)], dtype=torch.float64)
+    model.train(training)
+    loss, decoded, top1_hits, top5_hits, count, overflows = distributed.all_reduce_sum(sums.tolist())
+    if not count:
+        raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator yields them once)")
+    if not decoded:
+        raise ValueError(f"none of the {count:.0f} images to evaluate on can be decoded; fetch them again")
+    correct = torch.empty(round(count), dtype=torch.bool)
+    for rank, shard in enumerate(distributed.all_gather(torch.cat(hits) if hits else None)):
+        if shard is not None:  # else a process without images
+            correct[rank :: distributed.world_size] = shard
+    return EvalMetrics(loss / decoded, top1_hits / count, top5_hits / count, round(overflows), correct)
 
 
 def to_input(images: Tensor, preprocessing: Preprocessing, device: torch.device, channels_last: bool = True) -> Tensor:
