@@ -87,7 +87,6 @@ class ExecuTorch(Runtime):
     def set_num_threads(self, num_threads: int) -> None:
         """Resize the pool that all programs share."""
         require("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(num_threads)
-        self.num_threads = num_threads
 
 
 def rewrite_for_xnnpack(model: nn.Module, images: Tensor) -> fx.GraphModule:
