@@ -54,13 +54,9 @@ def _group(commands: dict[str, Callable[..., None]]) -> tyro.extras.SubcommandAp
     return group
 
 
-def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"deepsquare: note: {message}", file=sys.stderr)
-
-
 def main() -> None:
     """Entry point; a caller's mistake ends in one clear line, not in a traceback."""
-    warnings.showwarning = _print_warning
+    warnings.showwarning = lambda message, *_, **__: print(f"deepsquare: note: {message}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for a character that it lacks

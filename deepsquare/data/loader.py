@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from deepsquare._threads import one_thread
 from deepsquare.data import pil
 from deepsquare.data.source import Source
-from deepsquare.data.transforms import Transform, crop_params
+from deepsquare.data.transforms import Transform, center_crop, random_crop
+from deepsquare.preprocessing import Preprocessing
 
 GREY, NO_LABEL = 128, -1  # pixels and label of a damaged image
 TERM_GRACE = 120  # seconds that a worker continues after SIGTERM
@@ -48,13 +49,16 @@ def batches(
         source: the images.
         batch_indices: the indices of each batch; to resume an epoch, those of the remaining batches.
         transform: random crops for training, or the preprocessing whose center crop is evaluated.
-        seed: of the random crops, which depend on it, the epoch and the image's index only.
-        epoch: see ``seed``.
+        seed, epoch: decide the random crops, together with the index of an image.
         pipeline: ``torchvision``, ``fast`` or ``dali``; all yield the same images.
         workers: processes that decode ahead (threads for ``dali``); with 0 the calling process decodes.
         device_id: the GPU that ``dali`` decodes on; the CPU if not given.
     """
-    check_pipeline(pipeline)
+    if pipeline not in REQUIRED_MODULE:
+        raise ValueError(f"there is no pipeline {pipeline!r}; choose from {', '.join(REQUIRED_MODULE)}")
+    if not available(pipeline):
+        install = f"pip install 'deepsquare[{pipeline}]'; or choose 'torchvision', which needs no extra"
+        raise ValueError(f"pipeline {pipeline!r} needs {REQUIRED_MODULE[pipeline]}: {install}")
     if workers < 0 or seed < 0 or epoch < 0:
         raise ValueError(f"workers is {workers}, seed {seed} and epoch {epoch}; expected none below 0")
     if device_id is not None and pipeline != "dali":
@@ -69,15 +73,6 @@ def batches(
 
         dataset.decode = turbojpeg.decode
     return _load(dataset, workers)
-
-
-def check_pipeline(name: str) -> None:
-    """Raise ValueError if there is no such pipeline, or the package that it needs is not installed."""
-    if name not in REQUIRED_MODULE:
-        raise ValueError(f"there is no pipeline {name!r}; choose from {', '.join(REQUIRED_MODULE)}")
-    if not available(name):
-        install = f"pip install 'deepsquare[{name}]'; or choose 'torchvision', which needs no extra"
-        raise ValueError(f"pipeline {name!r} needs {REQUIRED_MODULE[name]}: {install}")
 
 
 def available(name: str) -> bool:
@@ -116,7 +111,9 @@ class BatchDataset(Dataset[Batch]):
 
     def crop_for(self, index: int) -> pil.CropFor:
         """The crop of an image as a function of its width and height."""
-        return partial(crop_params, self.transform, seed=self.seed, epoch=self.epoch, index=index)
+        if isinstance(self.transform, Preprocessing):
+            return partial(center_crop, self.transform)
+        return partial(random_crop, self.transform, seed=self.seed, epoch=self.epoch, index=index)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Decode the images at ``indices``."""

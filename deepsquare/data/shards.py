@@ -149,14 +149,10 @@ def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> N
     for number, first in enumerate(range(0, len(source), per_shard)):
         with atomic_write(folder / f"{number:06}.tar") as temporary, tarfile.open(temporary, "w") as archive:
             for index in range(first, min(first + per_shard, len(source))):
-                suffix = os.path.splitext(source.name(index))[1].lower()
-                _add(archive, f"{index:08}{suffix}", source.read(index))
-                _add(archive, f"{index:08}.cls", str(int(source.labels[index])).encode())
+                suffix, label = os.path.splitext(source.name(index))[1].lower(), int(source.labels[index])
+                for kind, data in ((suffix, source.read(index)), (".cls", str(label).encode())):
+                    member = tarfile.TarInfo(f"{index:08}{kind}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
     with atomic_write(folder / CLASSES) as temporary:
         temporary.write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))

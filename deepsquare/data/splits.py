@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 
 from deepsquare.data.folders import FolderSource
-from deepsquare.data.shards import ShardSource, write_shards
+from deepsquare.data.shards import ShardSource
 from deepsquare.data.source import Source, is_image, some
-
-__all__ = ["Source", "check_same_classes", "open_source", "write_shards"]
 
 
 def open_source(path: str | Path, split: str) -> Source:

@@ -59,19 +59,27 @@ class RuntimeModel(ABC):
     metadata: Metadata
     shape: tuple[int | str, ...]  # of the input; a string stands for any size
 
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        """Read a file that :func:`deepsquare.export.export` wrote."""
+
     def __call__(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) float32, preprocessed as the metadata says, to logits (N, K); N is any number."""
-        shape, expected = tuple(images.shape), self.shape[1:]
-        fits = len(shape) == 4 and all(
-            isinstance(side, str) or actual == side for actual, side in zip(shape[1:], expected, strict=True)
-        )
-        if images.dtype != torch.float32 or not fits or not len(images):
-            dtype = str(images.dtype).removeprefix("torch.")
-            raise ValueError(f"images is {shape} {dtype}; expected (N, {', '.join(map(str, expected))}) float32")
+        check_images("images", images, self.shape[1:])
         return self._run(images.detach().cpu().contiguous())
 
     @abstractmethod
     def _run(self, images: Tensor) -> Tensor: ...
+
+
+def check_images(name: str, images: Tensor, shape: tuple[int | str, ...], reason: str = "") -> None:
+    """Raise ValueError unless ``images`` is (N, *shape) float32 with N ≥ 1."""
+    fits = images.ndim == 1 + len(shape) and all(
+        isinstance(side, str) or actual == side for actual, side in zip(images.shape[1:], shape, strict=True)
+    )
+    if images.dtype != torch.float32 or not fits or not len(images):
+        actual = f"{tuple(images.shape)} {str(images.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{name} is {actual}; expected (N, {', '.join(map(str, shape))}) float32{reason}")
 
 
 class Runtime(ABC):
@@ -80,6 +88,7 @@ class Runtime(ABC):
     name: ClassVar[str]  # in commands and rows
     label: ClassVar[str]  # for people
     suffix: ClassVar[str]  # of its files
+    model: ClassVar[type[RuntimeModel]]  # reads a file
     modules: ClassVar[tuple[str, ...]]  # the first one reads files, all of them write
     dynamic_shapes: ClassVar[bool] = False  # one file takes any number of images at once and, on request, of any size
     flatten_maps: ClassVar[bool] = False  # Square-Excitation is faster on maps of shape (N, C, H·W)
@@ -104,10 +113,6 @@ class Runtime(ABC):
         layers run in int8, weights with a scale for each output channel. Maps are concatenated in float32: one range
         for an excited map and the other map beside it would leave few steps to the smaller one.
         """
-
-    @abstractmethod
-    def load(self, path: Path) -> RuntimeModel:
-        """Read a file that :func:`deepsquare.export.export` wrote."""
 
     @abstractmethod
     def set_num_threads(self, num_threads: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._files import atomic_write, ensure_writable, remove_stale_temps
-from deepsquare.export.base import Metadata, Runtime, quiet
+from deepsquare.export.base import Metadata, Runtime, check_images, quiet
 from deepsquare.export.lowering import lower_for_export
 from deepsquare.export.runtimes import RUNTIMES, runtime_for
 from deepsquare.preprocessing import Preprocessing
@@ -82,15 +82,17 @@ def export(
     ensure_writable(path.parent)
     remove_stale_temps(path)
     model = copy.deepcopy(model).eval().float().cpu()
+    shape = (3, preprocessing.size, preprocessing.size)
     if images is None:
-        shape = (DEFAULT_IMAGES, 3, preprocessing.size, preprocessing.size)
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    images, fp32_logits = _finite(model, _checked("images", images, preprocessing))
+        images = torch.randn((DEFAULT_IMAGES, *shape), generator=torch.Generator().manual_seed(0))
+    check_images("images", images, shape, ", as preprocessing says")
+    images, fp32_logits = _finite(model, images)
     expected = compute_logits(copy.deepcopy(model).double(), images.double())
     _check_outputs(expected, preprocessing)
     fp32_error = _max_rel_error(fp32_logits, expected)
     if calibration is not None:
-        calibration = _without_outliers(*_finite(model, _checked("calibration", calibration, preprocessing)))
+        check_images("calibration", calibration, shape, ", as preprocessing says")
+        calibration = _without_outliers(*_finite(model, calibration))
     record, config = equip_record(model), getattr(model, "deepsquare_config", None)
     precision = "float32" if calibration is None else "int8"
     metadata = Metadata(config and config.name, record.spec if record else "", precision, preprocessing)
@@ -99,7 +101,7 @@ def export(
     try:
         with atomic_write(path) as temporary:
             temporary.write_bytes(content)
-            logits = runtime.load(temporary)(images)
+            logits = runtime.model(temporary)(images)
             max_rel_error = _max_rel_error(logits, expected)
             if calibration is None and not max_rel_error <= allowed:
                 raise ExportError(
@@ -129,14 +131,6 @@ def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
     if not isinstance(logits[0], Tensor) or logits[0].ndim != 2:
         raise ValueError("the model's output is no tensor (N, K) of logits; expected a classifier")
     return torch.cat(logits)
-
-
-def _checked(name: str, images: Tensor, preprocessing: Preprocessing) -> Tensor:
-    size = preprocessing.size
-    if images.dtype != torch.float32 or images.ndim != 4 or images.shape[1:] != (3, size, size) or not len(images):
-        actual = f"{tuple(images.shape)} {str(images.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{name} is {actual}; expected (N, 3, {size}, {size}) float32, as preprocessing says")
-    return images
 
 
 def _check_outputs(logits: Tensor, preprocessing: Preprocessing) -> None:

@@ -18,11 +18,13 @@ PERCENTILE = 99.9  # of an activation's values lie within its range: the largest
 class OnnxModel(RuntimeModel):
     """An ONNX file in onnxruntime."""
 
-    def __init__(self, path: Path, global_threads: bool) -> None:
+    global_threads = False  # whether all models share one pool of threads instead of a pool for each
+
+    def __init__(self, path: Path) -> None:
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        options.use_per_session_threads = not global_threads
+        options.use_per_session_threads = not self.global_threads
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # of classes that onnxruntime does not export
@@ -40,13 +42,12 @@ class OnnxModel(RuntimeModel):
 class OnnxRuntime(Runtime):
     """Writes ONNX files and runs them in onnxruntime."""
 
-    name, label, suffix = "onnx", "onnxruntime", ".onnx"
+    name, label, suffix, model = "onnx", "onnxruntime", ".onnx", OnnxModel
     modules = ("onnxruntime", "onnx", "onnxscript")
     dynamic_shapes = True
     # onnxruntime stores maps in blocks of channels, squares them in that layout and then reorders both the map and its
     # square; of a flattened map it reorders only the map.
     flatten_maps = True
-    global_threads = False  # whether all models share one pool of threads instead of a pool for each
 
     def convert(
         self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
@@ -102,11 +103,7 @@ class OnnxRuntime(Runtime):
             )  # fmt: skip
             return onnx.load(quantized)
 
-    def load(self, path: Path) -> OnnxModel:
-        """Read an ONNX file."""
-        return OnnxModel(path, self.global_threads)
-
     def set_num_threads(self, num_threads: int) -> None:
         """One global pool; the pool of each session would spin for a while beside the session that runs next."""
         require("onnxruntime").set_global_thread_pool_sizes(num_threads, 1)
-        self.global_threads = True
+        OnnxModel.global_threads = True

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from deepsquare.data.loader import Batch, batches
-from deepsquare.data.splits import Source
+from deepsquare.data.source import Source
 from deepsquare.data.transforms import TrainTransform
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.training.config import DEFAULT_LOADER, LoaderConfig

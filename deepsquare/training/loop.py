@@ -206,14 +206,13 @@ def fit(
     Args:
         trainer: the model, or a Trainer with it.
         batches: training data.
-        recipe: number of epochs and learning rates.
+        recipe: gives the epochs, the learning rates and, for a plain model, the optimizer.
         evaluation: yields the batches of the evaluation after each epoch.
         checkpoint: file that is written after every epoch. If it exists, the run resumes from it: on the same machine
             with the same number of threads it ends with the same weights as a run that was not stopped.
         checkpoint_interval: seconds after which the checkpoint is also written within an epoch.
         identity: stored in the checkpoint; one of another identity or recipe is refused.
-        on_epoch: called after every epoch.
-        on_step: called after every step.
+        on_epoch, on_step: called after every epoch, and after every step.
         stop: polled after every step; if true, a checkpoint is written and StoppedError raised.
         judge_end: whether a last epoch no better than chance counts as divergence. Otherwise it takes several
             consecutive epochs after the warm-up.

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import torch
@@ -155,10 +155,7 @@ class ImageNetRecipe(Recipe):
         yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
 
 
-SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
-
-
-def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe, list[str]]:
+def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageNetRecipe, list[str]]:
     """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
     known = {field.name for field in dataclasses.fields(recipe)}
     if unknown := changes.keys() - known:

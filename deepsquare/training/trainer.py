@@ -38,12 +38,8 @@ class EvalMetrics(NamedTuple):
 class Trainer:
     """A model with everything that its training steps need.
 
-    Args:
-        model: trained in place; with ``sync_bn``, ``trainer.model`` is a converted one.
-        recipe: gives the optimizer.
-        config: precision, EMA, micro-batches and so on.
-        distributed: the processes that share each batch, and this one's device.
-        preprocessing: normalizes batches of uint8 images on the device; without it, batches are used as they are.
+    The model is trained in place; with ``sync_bn``, ``trainer.model`` is a converted one. ``preprocessing`` normalizes
+    batches of uint8 images on the device; without it, batches are used as they are.
     """
 
     def __init__(
