@@ -213,27 +213,26 @@ def _decode_binary(files: Mapping[str, bytes]) -> list[Bytes]:
 
 def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
     """Each image is a row of a PNG, pixel by pixel; the labels are lists in JSON."""
-    *train, test = (_decode_png(name, files[name]) for name in PACKAGE.files[:6])
-    train_labels, test_labels = (_decode_json(name, files[name]) for name in PACKAGE.files[6:])
+    damage = (OSError, SyntaxError, ValueError, TypeError, RecursionError)
+    parts = []
+    for name in PACKAGE.files:
+        try:
+            parts.append(_decode_png(files[name]) if name.endswith(".png") else _decode_json(files[name]))
+        except (*damage, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ValueError(f"{name} cannot be read as a part of the data set ({error})") from error
+    *train, test, train_labels, test_labels = parts
     return [np.concatenate(train), train_labels, test, test_labels]
 
 
-def _decode_png(name: str, data: bytes) -> Bytes:
-    try:
-        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
-                raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
-            image.load()
-            return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{name} cannot be read as an image of the data set ({error})") from error
+def _decode_png(data: bytes) -> Bytes:
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
+            raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
+        return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
 
 
-def _decode_json(name: str, data: bytes) -> Bytes:
-    try:
-        return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be read as a list of labels ({error})") from error
+def _decode_json(data: bytes) -> Bytes:
+    return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
 
 
 def _fetched() -> Cifar10:

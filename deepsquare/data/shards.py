@@ -105,8 +105,14 @@ def _samples(path: Path, classes: int) -> Iterator[Sample]:
             if missing:
                 raise ValueError(f"{path}: no {kind} for {some(sorted(missing))}; create the shard again")
         for key, member in images.items():
-            label = _label(path, file.fileno(), labels[key], classes)
-            yield Sample(member.name, member.offset_data, member.size, label)
+            label = labels[key]
+            text = os.pread(file.fileno(), min(label.size, LABEL_LIMIT), label.offset_data)
+            if label.size > LABEL_LIMIT or not text.strip().isdigit() or int(text) >= classes:
+                raise ValueError(
+                    f"{path}: the label {label.name} is {text!r}; expected a whole number below {classes}, the number "
+                    f"of lines in {CLASSES}"
+                )
+            yield Sample(member.name, member.offset_data, member.size, int(text))
 
 
 def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
@@ -121,16 +127,6 @@ def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"{path} cannot be read as a tar file ({error}); copy or create it again") from error
     if end != bytes(BLOCK):  # tarfile takes a damaged header for the end
         raise ValueError(f"{path} is truncated or damaged at byte {archive.offset:,}; copy or create it again")
-
-
-def _label(path: Path, file: int, member: tarfile.TarInfo, classes: int) -> int:
-    text = os.pread(file, min(member.size, LABEL_LIMIT), member.offset_data)
-    if member.size > LABEL_LIMIT or not text.strip().isdigit() or int(text) >= classes:
-        raise ValueError(
-            f"{path}: the label {member.name} is {text!r}; expected a whole number below {classes}, the number of "
-            f"lines in {CLASSES}"
-        )
-    return int(text)
 
 
 def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> None:
