@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deepsquare._threads import cores
-from deepsquare.training.distributed import DistributedContext
 from deepsquare.training.recipe import Check, ImageNetRecipe, Recipe, Validated
 
 OUTCOME_FIELDS = ("precision", "ema", "sync_bn")  # of TrainerConfig: they influence the result
@@ -32,14 +29,6 @@ class LoaderConfig(Validated):
     def _checks(self) -> Iterable[Check]:
         yield "workers", self.workers is None or self.workers >= 0, "0 or more"
         yield "damaged", 0 <= self.damaged <= 1, "a share of the images, 0 to 1"
-
-    def options(self, distributed: DistributedContext) -> dict[str, Any]:
-        """Keyword arguments of :func:`deepsquare.data.loader.batches`."""
-        on_gpu, workers = distributed.device.type == "cuda", self.workers
-        if workers is None:
-            workers = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if on_gpu else 0
-        device_id = distributed.device.index if on_gpu and self.pipeline == "dali" else None
-        return {"pipeline": self.pipeline, "workers": workers, "device_id": device_id}
 
 
 DEFAULT_LOADER = LoaderConfig()
