@@ -88,12 +88,12 @@ class EpochMetrics:
 
     @property
     def mean_loss(self) -> float:
-        """Per image."""
+        """The mean of the loss over the images so far."""
         return self.loss / max(self.images, 1)
 
     @property
     def accuracy(self) -> float:
-        """On the training batches, before each step."""
+        """The accuracy on the training batches so far, each before its step."""
         return self.correct / max(self.images, 1)
 
 

@@ -16,13 +16,13 @@ LINE_INTERVAL = 60  # seconds, without a terminal
 
 
 class TrainingProgress:
-    """Epoch, loss, images per second and remaining time; prints nothing unless ``enabled``. Enter its ``bar``."""
+    """Epoch, loss, images per second and remaining time, if ``enabled``; on a terminal as a bar, to be entered."""
 
     def __init__(self, recipe: Recipe, steps: int, enabled: bool) -> None:
         self.console = Console(stderr=True, quiet=not enabled)
         self.recipe, self.steps, self._printed_at = recipe, steps, time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
-        self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = Progress(*columns, console=self.console, transient=True)
         self.bar.speed_estimate_period = math.inf  # a step may take minutes
         self._task = self.bar.add_task("", total=recipe.epochs * steps, status="")
 

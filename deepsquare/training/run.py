@@ -128,7 +128,8 @@ def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str
     progress = TrainingProgress(recipe, len(setup.batches), is_main_process)
     with ExitStack() as stack:
         signals = stack.enter_context(_record_signals())
-        stack.enter_context(progress.bar)
+        if progress.console.is_terminal:
+            stack.enter_context(progress.bar)
         writer = stack.enter_context(_tensorboard(path.parent)) if config.tensorboard and is_main_process else None
 
         def on_epoch(history: History) -> None:
