@@ -1,15 +1,7 @@
-"""Conversion of files and rows written by older versions; all compatibility code is in this file.
+"""Conversion of files written by older versions; all compatibility code is in this file."""
 
-``python -m deepsquare._compat results/*.jsonl`` converts stores of rows in place; converting again changes nothing.
-"""
-
-import json
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from deepsquare._files import atomic_write
 
 RECIPE_KEYS = {
     "batch": "batch_size",
@@ -20,30 +12,6 @@ RECIPE_KEYS = {
     "initialisation": "initialization",
 }
 EXPORT_KEYS = {"pictures": "preprocessing", "classes": "class_names"}
-METRIC_KEYS = {
-    "difference": "max_rel_error",
-    "rounding": "fp32_error",
-    "agreement": "top1_agreement",
-    "outside": "undelegated_ops",
-    "squares_outside": "undelegated_muls",
-    "products": "elementwise_muls",
-}
-
-CONTINUED = ", continued"  # at the end of a schedule
-
-
-def upgrade_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a store with the names of this version."""
-    recipe = rename_keys(row["recipe"], RECIPE_KEYS)
-    if str(recipe.get("schedule", "")).endswith(CONTINUED):
-        recipe |= {"schedule": recipe["schedule"].removesuffix(CONTINUED), "init_from": recipe["model"]}
-    upgraded = {**row, "recipe": recipe}
-    if row["experiment"] == "spirals":
-        upgraded["row"] = row["row"].replace("optimiser", "optimizer")
-        upgraded["metrics"] = rename_keys(row["metrics"], RECIPE_KEYS)
-    elif row["experiment"] in ("bench", "int8", "parity"):
-        upgraded["metrics"] = rename_keys(row["metrics"], METRIC_KEYS)
-    return upgraded
 
 
 def rename_keys(value: Any, names: Mapping[str, str]) -> Any:
@@ -51,16 +19,6 @@ def rename_keys(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {names.get(key, key): rename_keys(inner, names) for key, inner in value.items()}
     return [rename_keys(inner, names) for inner in value] if isinstance(value, list) else value
-
-
-def upgrade_store(path: Path) -> int:
-    """Convert the rows of a store in place; how many lines changed."""
-    before = path.read_text(encoding="utf-8").splitlines()
-    after = [json.dumps(upgrade_row(json.loads(line)), ensure_ascii=False, allow_nan=False) for line in before]
-    if changed := sum(old != new for old, new in zip(before, after, strict=True)):
-        with atomic_write(path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in after), encoding="utf-8")
-    return changed
 
 
 def upgrade_header(header: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +39,3 @@ def upgrade_training_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if key in upgraded:
             upgraded[key] = rename_keys(upgraded[key], inner_names)
     return {**upgraded, "version": 3}
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(f"{name}: {upgrade_store(Path(name))} rows converted")

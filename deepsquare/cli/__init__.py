@@ -41,7 +41,7 @@ def _run(args: Sequence[str] | None = None) -> None:
     app.command(name="export")(export_command)
     app.command(name="predict")(predict_command)
     app.command(_group(reproduce.commands()), name="reproduce", help=reproduce.__doc__)
-    app.command(_group(bench.commands()), name="bench", help=bench.__doc__)
+    app.command(_group(bench.COMMANDS), name="bench", help=bench.__doc__)
     app.command(name="report")(report_command)
     app.command(name="help", is_default=True)(help_command)
     app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.", args=args)
@@ -54,13 +54,9 @@ def _group(commands: dict[str, Callable[..., None]]) -> tyro.extras.SubcommandAp
     return group
 
 
-def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"deepsquare: note: {message}", file=sys.stderr)
-
-
 def main() -> None:
     """Entry point; a caller's mistake ends in one clear line, not in a traceback."""
-    warnings.showwarning = _print_warning
+    warnings.showwarning = lambda message, *_, **__: print(f"deepsquare: note: {message}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for a character that it lacks
@@ -72,5 +68,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, TypeError, OSError, MemoryError) as error:
-        print(f"deepsquare: error: {error or 'not enough memory; reduce the batch or input size'}", file=sys.stderr)
+        message = str(error) or "not enough memory; reduce the batch or input size"
+        message = message.replace("input_shape=(channels, height, width)", "--input-shape CHANNELS HEIGHT WIDTH")
+        print(f"deepsquare: error: {message}", file=sys.stderr)
         sys.exit(2)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -13,15 +14,13 @@ Results = Annotated[Path, tyro.conf.arg(help="Folder for bench.jsonl, to which t
 RESULTS = Path("out/results")
 
 
-def _require_paper() -> None:
+def _run(subject: str, **options: Any) -> None:
+    """Call ``run`` of a module in ``deepsquare.paper.bench``; empty options are left out, so its defaults apply."""
     from deepsquare.paper import require_paper
 
     require_paper()
-
-
-def commands() -> dict[str, Callable[..., None]]:
-    """The subjects of ``deepsquare bench`` by name."""
-    return {"train": train, "models": models, "ops": ops, "data": data, "deployment": deployment}
+    options = {name: value for name, value in options.items() if value not in (None, ())}
+    importlib.import_module(f"deepsquare.paper.bench.{subject}").run(**options)
 
 
 def train(
@@ -33,10 +32,7 @@ def train(
         steps: Training steps per round; one epoch if not given.
         data: Folder with CIFAR-10; downloaded and cached if not given.
     """
-    _require_paper()
-    from deepsquare.paper.bench import train
-
-    train.run(rounds=rounds, steps=steps, folder=data, results=results)
+    _run("train", rounds=rounds, steps=steps, folder=data, results=results)
 
 
 def models(
@@ -48,10 +44,7 @@ def models(
         backbones: Networks; the paper's four if not given.
         specs: Specs to equip them with; all techniques and baselines if not given.
     """
-    _require_paper()
-    from deepsquare.paper.bench import models
-
-    models.run(backbones or models.BACKBONES, specs or models.SPECS, rounds=rounds, results=results)
+    _run("models", backbones=backbones, specs=specs, rounds=rounds, results=results)
 
 
 def ops(*, rounds: Rounds = 15, functions: tuple[str, ...] = (), results: Results = RESULTS) -> None:
@@ -60,10 +53,7 @@ def ops(*, rounds: Rounds = 15, functions: tuple[str, ...] = (), results: Result
     Args:
         functions: Functions, such as square_pooling; all if not given.
     """
-    _require_paper()
-    from deepsquare.paper.bench import ops
-
-    ops.run(functions or tuple(ops.FUNCTIONS), rounds=rounds, results=results)
+    _run("ops", functions=functions, rounds=rounds, results=results)
 
 
 def data(*, data: Path, rounds: Rounds = 9, results: Results = RESULTS) -> None:
@@ -72,10 +62,7 @@ def data(*, data: Path, rounds: Rounds = 9, results: Results = RESULTS) -> None:
     Args:
         data: Folder that holds train, with a folder of images per class.
     """
-    _require_paper()
-    from deepsquare.paper.bench import data as pipelines
-
-    pipelines.run(data, rounds=rounds, results=results)
+    _run("data", folder=data, rounds=rounds, results=results)
 
 
 def deployment(
@@ -87,7 +74,9 @@ def deployment(
         backbones: Networks; shufflenet_v2_x1_0 and resnet18 if not given.
         specs: Specs to equip them with; all techniques and se if not given.
     """
-    _require_paper()
-    from deepsquare.paper.bench import deployment
+    _run("deployment", backbones=backbones, specs=specs, rounds=rounds, results=results)
 
-    deployment.run(backbones or deployment.BACKBONES, specs or deployment.SPECS, rounds=rounds, results=results)
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__: command for command in (train, models, ops, data, deployment)
+}

@@ -7,13 +7,17 @@ import json
 import math
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from torch import Tensor
 
+from deepsquare.checkpoint import load, read_header
+from deepsquare.cli._common import AsJson, model_file
+from deepsquare.data import open_source
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.training.config import LoaderConfig
+from deepsquare.training import LoaderConfig, evaluate, init_distributed
+from deepsquare.training.image_folder import ImageEvaluation
+from deepsquare.training.trainer import to_input
 
 
 def eval_command(
@@ -25,7 +29,7 @@ def eval_command(
     resize: int | None = None,
     batch_size: int = 128,
     device: str | None = None,
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    as_json: AsJson = False,
     loading: tyro.conf.OmitArgPrefixes[LoaderConfig] = LoaderConfig(),  # noqa: B008
 ) -> None:
     """Evaluate a checkpoint on a folder of images, each exactly once, in one process or many started by torchrun.
@@ -38,37 +42,26 @@ def eval_command(
         resize: Shorter side before the crop; by default as stored in the checkpoint, or 256.
         batch_size: Images per batch and process.
         device: cpu or cuda; by default a GPU if there is one.
-        as_json: Print JSON.
     """
-    from deepsquare.checkpoint import load, read_header
-    from deepsquare.cli._checkpoint import model_file
-    from deepsquare.data.splits import open_source
-    from deepsquare.training import evaluate, init_distributed
-    from deepsquare.training.image_folder import ImageEvaluation
-    from deepsquare.training.trainer import to_input
-
     checkpoint = model_file(checkpoint)
     stored = read_header(checkpoint).preprocessing or Preprocessing()
     size, resize = size or stored.size, resize or max(stored.resize, size or 0)
     preprocessing = dataclasses.replace(stored, size=size, resize=resize)
     source, model = open_source(data, split), load(checkpoint).float()
-    if stored.class_names and stored.class_names != tuple(source.classes):
+    expected = "expected the data set that it was trained on"
+    if stored.class_names and stored.class_names != source.classes:
         pairs = zip_longest(stored.class_names, source.classes)
-        expected, actual = next(pair for pair in pairs if pair[0] != pair[1])
-        raise ValueError(
-            f"the classes of {checkpoint} and {data / split} differ: {expected} in the checkpoint is {actual} in the "
-            "data; expected the data set that it was trained on"
-        )
+        theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
+        difference = f"{theirs} in the checkpoint is {ours} in the data"
+        raise ValueError(f"the classes of {checkpoint} and {data / split} differ: {difference}; {expected}")
     with init_distributed(device) as distributed:
         model.to(distributed.device)
 
         def logits(images: Tensor) -> Tensor:
             outputs: Tensor = model(to_input(images, preprocessing, distributed.device))
             if outputs.shape[1] != len(source.classes):
-                raise ValueError(
-                    f"{checkpoint} has {outputs.shape[1]} classes, {data / split} has {len(source.classes)}; expected "
-                    "the data set that it was trained on"
-                )
+                counts = f"{outputs.shape[1]} classes, {data / split} has {len(source.classes)}"
+                raise ValueError(f"{checkpoint} has {counts}; {expected}")
             return outputs
 
         batches = ImageEvaluation(source, preprocessing, distributed, loading, batch_size)()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
+from deepsquare.cli._common import AsJson, load_model, model_file
+from deepsquare.export import export
+from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files, split_calibration
 from deepsquare.export.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
-    from deepsquare.export import Export
-
     RuntimeName = str
 else:
     RuntimeName = tyro.extras.literal_type_from_choices(list(RUNTIMES))
@@ -27,7 +28,7 @@ def export_command(
     images: Path | None = None,
     int8: bool = False,
     any_size: bool = False,
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a file that runs without PyTorch, and compare its logits with the model's.
 
@@ -40,17 +41,12 @@ def export_command(
         images: Folder with images, at any depth, to compare on and to calibrate int8 with; random input by default.
         int8: Quantize weights and activations to eight bits; squares stay in float32.
         any_size: Allow any height and width of the input (onnx only).
-        as_json: Print JSON.
     """
-    from deepsquare.cli._checkpoint import load_model, model_file
-    from deepsquare.export import export
-    from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files, split_calibration
-
-    file, suffix = model_file(checkpoint), RUNTIMES[to].suffix
+    file, runtime = model_file(checkpoint), RUNTIMES[to]
     model, preprocessing = load_model(file)
-    path = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{suffix}")
-    if path.suffix != suffix:
-        raise ValueError(f"the output is {path}; expected the suffix {suffix} for {to}")
+    path = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{runtime.suffix}")
+    if path.suffix != runtime.suffix:
+        raise ValueError(f"the output is {path}; expected the suffix {runtime.suffix} for {to}")
     if int8 and images is None:
         raise ValueError("int8 needs images to take its ranges from; give a folder, such as train: --images DIR")
     parity_images, calibration = None, None
@@ -63,19 +59,16 @@ def export_command(
     exported = export(model, path, preprocessing, images=parity_images, calibration=calibration, any_size=any_size)
     if as_json:
         print(json.dumps({**vars(exported), "path": str(exported.path)}))
-    else:
-        _print(exported, "random input" if images is None else "image")
-
-
-def _print(exported: Export, noun: str) -> None:
+        return
+    noun = f"{'random input' if images is None else 'image'}{'s' if exported.num_images > 1 else ''}"
     print(f"{exported.path.resolve()}: {exported.size / 1e6:.1f} MB for {exported.runtime}, {exported.precision}")
     print(
-        f"On {exported.num_images} {noun}{'s' if exported.num_images > 1 else ''} it differs from the model by "
-        f"{exported.max_rel_error:.1e} of the largest logit (PyTorch's own float32: {exported.fp32_error:.1e}); the "
-        f"top-1 class is the same for {exported.top1_agreement:.1%}."
+        f"On {exported.num_images} {noun} it differs from the model by {exported.max_rel_error:.1e} of the largest "
+        f"logit (PyTorch's own float32: {exported.fp32_error:.1e}); the top-1 class is the same for "
+        f"{exported.top1_agreement:.1%}."
     )
-    if delegate := RUNTIMES[exported.runtime].delegate:
+    if runtime.delegate:
         undelegated_ops = ", ".join(f"{count} × {name}" for name, count in exported.undelegated_ops.items())
-        print(f"{delegate} runs everything{f' but {undelegated_ops}' if undelegated_ops else ''}.")
+        print(f"{runtime.delegate} runs everything{f' but {undelegated_ops}' if undelegated_ops else ''}.")
         if exported.undelegated_muls:
             print(f"Of these, {exported.undelegated_muls} are products, such as squares: they run slowly.")

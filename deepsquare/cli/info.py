@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from deepsquare.cost import Cost
-    from deepsquare.surgery import Sites
+from deepsquare.cli._common import AsJson
+from deepsquare.cost import Cost, cost, format_count
+from deepsquare.models import create_model
+from deepsquare.surgery import KINDS, Sites, equip, sites
 
 
 def info_command(
@@ -22,7 +23,7 @@ def info_command(
     input_shape: tuple[int, ...] | None = None,
     num_classes: int | None = None,
     all_sites: bool = False,
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the sites of a model and its cost, with what a spec adds.
 
@@ -32,21 +33,13 @@ def info_command(
         input_shape: Shape of one input, channels first; inferred if not given.
         num_classes: Number of classes; the model's default if not given.
         all_sites: List every site with its module instead of a count.
-        as_json: Print JSON instead of tables.
     """
-    from rich.console import Console
-
-    from deepsquare.cost import cost
-    from deepsquare.models import create_model
-    from deepsquare.surgery import equip, sites
-
     kwargs: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     network = create_model(model, **kwargs)
     shape = sites(network, input_shape).input_shape
     base_cost = cost(network, shape)
     equip(network, spec, input_shape=shape)
-    equipped_cost = cost(network, shape)
-    model_sites = sites(network, shape)
+    equipped_cost, model_sites = cost(network, shape), sites(network, shape)
     if as_json:
         summary = {
             "model": model,
@@ -67,10 +60,6 @@ def info_command(
 
 
 def _site_table(title: str, model_sites: Sites, all_sites: bool) -> Table:
-    from rich.table import Table
-
-    from deepsquare.surgery import KINDS
-
     table = Table(title=title, title_justify="left")
     for heading in ("site", "count", "where", "filled by"):
         table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
@@ -91,10 +80,6 @@ def _site_table(title: str, model_sites: Sites, all_sites: bool) -> Table:
 
 
 def _cost_table(title: str, base: Cost, equipped: Cost | None) -> Table:
-    from rich.table import Table
-
-    from deepsquare.cost import format_count
-
     table = Table(title=title, title_justify="left")
     for heading in ["", "base", *(["equipped", "added", "of base"] if equipped else [])]:
         table.add_column(heading, justify="right" if heading else "left")

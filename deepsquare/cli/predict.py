@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import tyro
+
+from deepsquare.cli._common import AsJson, load_model, model_file
+from deepsquare.export import load_exported
+from deepsquare.export.exporter import compute_logits
+from deepsquare.export.images import load_images
+from deepsquare.export.runtimes import is_exported
 
 TOP_K = 5
 
 
 def predict_command(
-    model: tyro.conf.Positional[Path],
-    images: tyro.conf.Positional[tuple[Path, ...]],
-    *,
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    model: tyro.conf.Positional[Path], images: tyro.conf.Positional[tuple[Path, ...]], *, as_json: AsJson = False
 ) -> None:
     """Classify images: the five likeliest classes of each.
 
     Args:
         model: A checkpoint, the folder of a training run, or an exported .onnx or .pte file.
         images: Image files.
-        as_json: Print JSON.
     """
-    from deepsquare.cli._checkpoint import load_model, model_file
-    from deepsquare.export import load_exported
-    from deepsquare.export.exporter import compute_logits
-    from deepsquare.export.images import load_images
-    from deepsquare.export.runtimes import is_exported
-
     if not images:
         raise ValueError("no image is named; give one or more files")
     if is_exported(model):
@@ -48,11 +43,10 @@ def predict_command(
     top = logits.float().softmax(1).topk(min(TOP_K, num_classes))
     results = []
     for file, indices, values in zip(images, top.indices.tolist(), top.values.tolist(), strict=True):
-        pairs = zip(indices, values, strict=True)
-        predictions = [{"class": names[index], "probability": round(value, 6)} for index, value in pairs]
+        likeliest = [(names[index], value) for index, value in zip(indices, values, strict=True)]
+        predictions = [{"class": name, "probability": round(value, 6)} for name, value in likeliest]
         results.append({"image": str(file), "predictions": predictions})
         if not as_json:
-            lines = [f"  {value:6.1%}  {names[index]}" for index, value in zip(indices, values, strict=True)]
-            print(file, *lines, sep="\n")
+            print(file, *(f"  {value:6.1%}  {name}" for name, value in likeliest), sep="\n")
     if as_json:
         print(json.dumps(results))

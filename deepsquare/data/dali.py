@@ -7,7 +7,7 @@ by the other pipelines. Pillow reads all but common JPEGs, and every image of a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,33 +19,22 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from deepsquare.data.jpeg import jpeg_size
-from deepsquare.data.loader import Batch, BatchDataset, check_indices
+from deepsquare.data.loader import Batch, BatchDataset
 from deepsquare.data.pil import MAX_PIXELS
-from deepsquare.data.source import Source
-from deepsquare.data.transforms import CropParams, Transform, crop_params
+from deepsquare.data.transforms import CropParams
 
 PREFETCH = 2  # batches in flight: one that DALI decodes, one whose files are read
+Jpegs = Mapping[int, tuple[bytes, CropParams]]  # common JPEGs and their crops by position in the batch
 
 
-def dali_batches(
-    source: Source,
-    batch_indices: Sequence[Sequence[int]],
-    transform: Transform,
-    seed: int,
-    epoch: int,
-    threads: int,
-    device_id: int | None,
-) -> Iterator[Batch]:
-    """Yield a batch for each sequence of indices, on the GPU if ``device_id`` is given."""
-    by_pillow = BatchDataset(source, batch_indices, transform, seed, epoch, "torchvision")
-    largest = max((len(indices) for indices in batch_indices), default=0)
-    decoder = _Decoder(transform.size, max(1, largest), threads, device_id)
+def dali_batches(dataset: BatchDataset, threads: int, device_id: int | None) -> Iterator[Batch]:
+    """Yield the batches of a dataset, on the GPU if ``device_id`` is given; the dataset itself decodes by Pillow."""
+    decoder = _Decoder(dataset, threads, device_id)
     reading, decoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     pending: deque[Future[Batch]] = deque()
     try:
-        for indices in batch_indices:
-            job = reading.submit(_Job, by_pillow, check_indices(indices, len(source)))
-            pending.append(decoding.submit(decoder.decode, job))
+        for number in range(len(dataset)):
+            pending.append(decoding.submit(decoder.decode, reading.submit(decoder.read, dataset.indices(number))))
             if len(pending) > PREFETCH:
                 yield pending.popleft().result()
         while pending:
@@ -55,59 +44,48 @@ def dali_batches(
             pool.shutdown(cancel_futures=True)
 
 
-class _Job:
-    """The images of a batch: those that DALI decodes, with their crops, and the others."""
-
-    def __init__(self, by_pillow: BatchDataset, indices: list[int]) -> None:
-        self.by_pillow, self.indices = by_pillow, indices
-        self.positions: list[int] = []
-        self.data: list[bytes] = []
-        self.crops: list[CropParams] = []
-        for position, index in enumerate(indices):
-            data = by_pillow.source.read(index)
-            size = jpeg_size(data)
-            if size is not None and size[0] * size[1] <= MAX_PIXELS:
-                self.positions.append(position)
-                self.data.append(data)
-                self.crops.append(
-                    crop_params(by_pillow.transform, *size, seed=by_pillow.seed, epoch=by_pillow.epoch, index=index)
-                )
-
-    def batch(self, decoded: Tensor) -> Batch:
-        """The images that DALI decoded, (n, S, S, 3), and the others by Pillow."""
-        rest = sorted(set(range(len(self.indices))) - set(self.positions))
-        labels = self.by_pillow.source.labels[torch.tensor(self.indices, dtype=torch.int64)]
-        if not rest:
-            return Batch(decoded.permute(0, 3, 1, 2), labels, ())
-        others = self.by_pillow.batch([self.indices[position] for position in rest])
-        labels[rest] = others.labels
-        images = decoded.new_empty((len(self.indices), *decoded.shape[1:]))
-        images[self.positions] = decoded
-        images[rest] = others.images.permute(0, 2, 3, 1).to(images.device)
-        return Batch(images.permute(0, 3, 1, 2), labels, others.damaged)
-
-    def batch_by_pillow(self, device_id: int | None) -> Batch:
-        """All of them by Pillow."""
-        batch = self.by_pillow.batch(self.indices)
-        return batch if device_id is None else batch._replace(images=batch.images.cuda(device_id))
-
-
 class _Decoder:
     """DALI's pipeline, rebuilt after an image broke it."""
 
-    def __init__(self, size: int, largest: int, threads: int, device_id: int | None) -> None:
-        self.size, self.largest, self.threads, self.device_id = size, largest, threads, device_id
+    def __init__(self, dataset: BatchDataset, threads: int, device_id: int | None) -> None:
+        self.dataset, self.threads, self.device_id = dataset, threads, device_id
         self.pipeline = self._build()
 
-    def decode(self, reading: Future[_Job]) -> Batch:
-        """Decode the batch of a job."""
-        job = reading.result()
-        if not job.crops:
-            return job.batch_by_pillow(self.device_id)
-        crops = job.crops
+    def read(self, indices: list[int]) -> tuple[list[int], Jpegs]:
+        """Read the files of a batch that DALI decodes."""
+        jpegs = {}
+        for position, index in enumerate(indices):
+            data = self.dataset.source.read(index)
+            size = jpeg_size(data)
+            if size is not None and size[0] * size[1] <= MAX_PIXELS:
+                jpegs[position] = data, self.dataset.crop_for(index)(*size)
+        return indices, jpegs
+
+    def decode(self, reading: Future[tuple[list[int], Jpegs]]) -> Batch:
+        """Decode the files that were read by DALI, and the others of the batch by Pillow."""
+        indices, jpegs = reading.result()
+        decoded = self._run(jpegs)
+        by_dali = [] if decoded is None else list(jpegs)
+        rest = sorted(set(range(len(indices))) - set(by_dali))
+        others = self.dataset.batch([indices[position] for position in rest])
+        device = "cpu" if self.device_id is None else torch.device("cuda", self.device_id)
+        size = self.dataset.transform.size
+        images = torch.empty((len(indices), size, size, 3), dtype=torch.uint8, device=device)
+        labels = self.dataset.source.labels[torch.tensor(indices, dtype=torch.int64)]
+        if decoded is not None:
+            images[by_dali] = decoded
+        images[rest] = others.images.permute(0, 2, 3, 1).to(device)
+        labels[rest] = others.labels
+        return Batch(images.permute(0, 3, 1, 2), labels, others.damaged)
+
+    def _run(self, jpegs: Jpegs) -> Tensor | None:
+        """The crops as (n, S, S, 3); None if there are none, or DALI rejects one of the files."""
+        if not jpegs:
+            return None
+        data, crops = zip(*jpegs.values(), strict=True)
         try:
             (decoded,) = self.pipeline.run(
-                data=[np.frombuffer(data, np.uint8) for data in job.data],
+                data=[np.frombuffer(file, np.uint8) for file in data],
                 start=np.array([(crop.top, crop.left) for crop in crops], np.int32),
                 shape=np.array([(crop.height, crop.width) for crop in crops], np.int32),
                 resized=np.array([crop.resized[::-1] for crop in crops], np.float32),
@@ -116,15 +94,15 @@ class _Decoder:
             )
         except RuntimeError:
             self.pipeline = self._build()
-            return job.batch_by_pillow(self.device_id)
+            return None
         if self.device_id is None:
-            return job.batch(torch.from_numpy(np.array(decoded.as_array())))
-        return job.batch(from_dlpack(decoded.as_tensor()).clone())
+            return torch.from_numpy(np.array(decoded.as_array()))
+        return from_dlpack(decoded.as_tensor())
 
     def _build(self) -> Any:
-        pipeline = Pipeline(
-            self.largest, self.threads, self.device_id, exec_pipelined=False, exec_async=False, prefetch_queue_depth=1
-        )
+        largest = max((len(indices) for indices in self.dataset.batch_indices), default=1)
+        settings = {"exec_pipelined": False, "exec_async": False, "prefetch_queue_depth": 1}
+        pipeline = Pipeline(max(1, largest), self.threads, self.device_id, **settings)
         with pipeline:
             start, shape, corner = (_input(name, types.INT32, 1) for name in ("start", "shape", "corner"))
             pixels = fn.decoders.image_slice(
@@ -139,7 +117,7 @@ class _Decoder:
             )
             size = _input("resized", types.FLOAT, 1)
             pixels = fn.resize(pixels, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
-            pixels = fn.slice(pixels, start=corner, shape=(self.size, self.size), axes=(0, 1))
+            pixels = fn.slice(pixels, start=corner, shape=[self.dataset.transform.size] * 2, axes=(0, 1))
             pipeline.set_outputs(fn.flip(pixels, horizontal=_input("flip", types.INT32, 0)))
         pipeline.build()
         return pipeline

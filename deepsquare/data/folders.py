@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepsquare.data.source import IMAGE_SUFFIXES, FileNames, Source, is_image, some
+from deepsquare.data.source import IMAGE_SUFFIXES, Source, is_image, some
 
 
 class FolderSource(Source):
@@ -19,9 +19,21 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self.folder, self.classes = folder, tuple(sorted(classes))
-        files = _scan(folder, self.classes)
-        self.labels = torch.from_numpy(np.repeat(np.arange(len(files)), [len(names) for names in files]))
-        self._names = FileNames(name for names in files for name in names)
+        images, others = zip(*(_list_images(folder / name) for name in self.classes), strict=True)
+        if empty := [
+            f"{name} ({'only ' + ', '.join(rest) if rest else 'empty'})"
+            for name, files, rest in zip(self.classes, images, others, strict=True)
+            if not files
+        ]:
+            raise FileNotFoundError(
+                f"{folder}: {len(empty)} of {len(classes)} class folders have no image: {some(empty)}. Expected files "
+                f"with the suffix {', '.join(IMAGE_SUFFIXES)}; add them, or remove the folders that are not classes"
+            )
+        if skipped := sum(others, Counter[str]()):
+            counts = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(skipped.items()))
+            warnings.warn(f"{folder}: files that are not images are skipped ({counts})", stacklevel=3)
+        self.labels = torch.from_numpy(np.repeat(np.arange(len(images)), [len(files) for files in images]))
+        self._names = np.array([os.fsencode(name) for files in images for name in files])
 
     def read(self, index: int) -> bytes:
         """The bytes of the image's file."""
@@ -30,31 +42,10 @@ class FolderSource(Source):
 
     def name(self, index: int) -> str:
         """The image's path."""
-        return os.path.join(self.folder, self.classes[int(self.labels[index])], self._names[index])
+        return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(self._names[index]))
 
 
-def _scan(folder: Path, classes: Sequence[str]) -> list[list[str]]:
-    """The names of the images of each class."""
-    files, empty = [], []
-    others: Counter[str] = Counter()  # by suffix
-    for name in classes:
-        images, rest = _images(folder / name)
-        files.append(images)
-        if not images:
-            empty.append(f"{name} (only {', '.join(rest)})" if rest else f"{name} (empty)")
-        others += rest
-    if empty:
-        raise FileNotFoundError(
-            f"{folder}: {len(empty)} of {len(classes)} class folders have no image: {some(empty)}. Expected files "
-            f"with the suffix {', '.join(IMAGE_SUFFIXES)}; add them, or remove the folders that are not classes"
-        )
-    if others:
-        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(others.items()))
-        warnings.warn(f"{folder}: files that are not images are skipped ({counts})", stacklevel=4)
-    return files
-
-
-def _images(folder: Path) -> tuple[list[str], Counter[str]]:
+def _list_images(folder: Path) -> tuple[list[str], Counter[str]]:
     """The sorted names of the images, and the suffixes of other files; hidden files are skipped."""
     images: list[str] = []
     others: Counter[str] = Counter()

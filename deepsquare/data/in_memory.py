@@ -38,12 +38,8 @@ class LabeledImages:
         if not 0 < held_out < len(self):
             raise ValueError(f"held_out is {held_out}; expected between 1 and {len(self) - 1}")
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(self)))
-        first, second = order[held_out:], order[:held_out]
-        return self.take(first), self.take(second)
-
-    def take(self, index: Tensor) -> LabeledImages:
-        """The images at ``index``."""
-        return LabeledImages(self.images[index], self.labels[index])
+        kept, rest = order[held_out:], order[:held_out]
+        return LabeledImages(self.images[kept], self.labels[kept]), LabeledImages(self.images[rest], self.labels[rest])
 
 
 class InMemoryBatches:

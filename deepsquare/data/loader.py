@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deepsquare._threads import one_thread
-from deepsquare.data.pil import CropFor, DecodeError, Pixels, decode
+from deepsquare.data import pil
 from deepsquare.data.source import Source
-from deepsquare.data.transforms import Transform, crop_params
+from deepsquare.data.transforms import Transform, center_crop, random_crop
+from deepsquare.preprocessing import Preprocessing
 
 GREY, NO_LABEL = 128, -1  # pixels and label of a damaged image
 TERM_GRACE = 120  # seconds that a worker continues after SIGTERM
 REQUIRED_MODULE = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # from the extra of the same name
-Decoder = Callable[[bytes, CropFor, Pixels], None]
 
 
 class Batch(NamedTuple):
@@ -48,31 +49,30 @@ def batches(
         source: the images.
         batch_indices: the indices of each batch; to resume an epoch, those of the remaining batches.
         transform: random crops for training, or the preprocessing whose center crop is evaluated.
-        seed: of the random crops, which depend on it, the epoch and the image's index only.
-        epoch: see ``seed``.
+        seed, epoch: decide the random crops, together with the index of an image.
         pipeline: ``torchvision``, ``fast`` or ``dali``; all yield the same images.
         workers: processes that decode ahead (threads for ``dali``); with 0 the calling process decodes.
         device_id: the GPU that ``dali`` decodes on; the CPU if not given.
     """
-    check_pipeline(pipeline)
+    if pipeline not in REQUIRED_MODULE:
+        raise ValueError(f"there is no pipeline {pipeline!r}; choose from {', '.join(REQUIRED_MODULE)}")
+    if not available(pipeline):
+        install = f"pip install 'deepsquare[{pipeline}]'; or choose 'torchvision', which needs no extra"
+        raise ValueError(f"pipeline {pipeline!r} needs {REQUIRED_MODULE[pipeline]}: {install}")
     if workers < 0 or seed < 0 or epoch < 0:
         raise ValueError(f"workers is {workers}, seed {seed} and epoch {epoch}; expected none below 0")
     if device_id is not None and pipeline != "dali":
         raise ValueError(f"device_id is {device_id}, but pipeline {pipeline!r} decodes on the CPU; choose 'dali'")
+    dataset = BatchDataset(source, batch_indices, transform, seed, epoch)
     if pipeline == "dali":
         from deepsquare.data.dali import dali_batches
 
-        return dali_batches(source, batch_indices, transform, seed, epoch, max(1, workers), device_id)
-    return _load(BatchDataset(source, batch_indices, transform, seed, epoch, pipeline), workers)
+        return dali_batches(dataset, max(1, workers), device_id)
+    if pipeline == "fast":
+        from deepsquare.data import turbojpeg
 
-
-def check_pipeline(name: str) -> None:
-    """Raise ValueError if there is no such pipeline, or the package that it needs is not installed."""
-    if name not in REQUIRED_MODULE:
-        raise ValueError(f"there is no pipeline {name!r}; choose from {', '.join(REQUIRED_MODULE)}")
-    if not available(name):
-        install = f"pip install 'deepsquare[{name}]'; or choose 'torchvision', which needs no extra"
-        raise ValueError(f"pipeline {name!r} needs {REQUIRED_MODULE[name]}: {install}")
+        dataset.decode = turbojpeg.decode
+    return _load(dataset, workers)
 
 
 def available(name: str) -> bool:
@@ -84,26 +84,36 @@ def available(name: str) -> bool:
         return False
 
 
+@dataclass(eq=False)
 class BatchDataset(Dataset[Batch]):
     """Map-style dataset whose items are whole batches, decoded on access."""
 
-    def __init__(
-        self,
-        source: Source,
-        batch_indices: Sequence[Sequence[int]],
-        transform: Transform,
-        seed: int,
-        epoch: int,
-        pipeline: str,
-    ) -> None:
-        self.source, self.batch_indices, self.transform = source, batch_indices, transform
-        self.seed, self.epoch, self.decode = seed, epoch, _decoder(pipeline)
+    source: Source
+    batch_indices: Sequence[Sequence[int]]
+    transform: Transform
+    seed: int
+    epoch: int
+    decode: Callable[[bytes, pil.CropFor, pil.Pixels], None] = pil.decode
 
     def __len__(self) -> int:
         return len(self.batch_indices)
 
     def __getitem__(self, number: int) -> Batch:
-        return self.batch(check_indices(self.batch_indices[number], len(self.source)))
+        with one_thread():  # one image is too little work to share
+            return self.batch(self.indices(number))
+
+    def indices(self, number: int) -> list[int]:
+        """The indices of a batch; IndexError if one is out of range."""
+        indices, count = [int(index) for index in self.batch_indices[number]], len(self.source)
+        if wrong := [index for index in indices if not 0 <= index < count]:
+            raise IndexError(f"there is no image {wrong[0]}; expected an index from 0 to {count - 1}")
+        return indices
+
+    def crop_for(self, index: int) -> pil.CropFor:
+        """The crop of an image as a function of its width and height."""
+        if isinstance(self.transform, Preprocessing):
+            return partial(center_crop, self.transform)
+        return partial(random_crop, self.transform, seed=self.seed, epoch=self.epoch, index=index)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Decode the images at ``indices``."""
@@ -113,30 +123,13 @@ class BatchDataset(Dataset[Batch]):
         labels = self.source.labels[torch.tensor(indices, dtype=torch.int64)]
         damaged = []
         for position, index in enumerate(indices):
-            crop_for = partial(crop_params, self.transform, seed=self.seed, epoch=self.epoch, index=index)
             try:
-                self.decode(self.source.read(index), crop_for, pixels[position])
-            except DecodeError:
+                self.decode(self.source.read(index), self.crop_for(index), pixels[position])
+            except pil.DecodeError:
                 pixels[position] = GREY
                 labels[position] = NO_LABEL
                 damaged.append(self.source.name(index))
         return Batch(images.permute(0, 3, 1, 2), labels, tuple(damaged))
-
-
-def check_indices(indices: Sequence[int], count: int) -> list[int]:
-    """The indices as ints; IndexError if one is out of range."""
-    indices = [int(index) for index in indices]
-    if wrong := [index for index in indices if not 0 <= index < count]:
-        raise IndexError(f"there is no image {wrong[0]}; expected an index from 0 to {count - 1}")
-    return indices
-
-
-def _decoder(pipeline: str) -> Decoder:
-    if pipeline == "torchvision":
-        return decode
-    from deepsquare.data import turbojpeg
-
-    return turbojpeg.decode
 
 
 def _ignore_stop_signals(worker: int) -> None:
@@ -147,17 +140,11 @@ def _ignore_stop_signals(worker: int) -> None:
 
 def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
     """The batches of a dataset; worker processes end when the generator is closed."""
-    if workers == 0:
-        for number in range(len(dataset)):
-            with one_thread():  # one image is too little work to share
-                batch = dataset[number]
-            yield batch
-        return
     loader = DataLoader(
         dataset,
         batch_size=None,
         num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=workers > 0 and torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
         generator=torch.Generator(),  # the loader seeds its workers from it instead of from the global generator
     )
@@ -166,4 +153,5 @@ def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
         for images, labels, damaged in iterator:
             yield Batch(images, labels, tuple(damaged))  # the loader converts tuples to lists
     finally:
-        iterator._shutdown_workers()  # an error's traceback would keep them alive
+        if workers:
+            iterator._shutdown_workers()  # an error's traceback would keep them alive

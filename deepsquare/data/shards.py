@@ -1,7 +1,6 @@
 """WebDataset shards: tar files of ``key.jpg`` and ``key.cls``, with random access and without extraction.
 
-Members are listed once, when the source is opened; reading an image is then one read at its offset. Listing is a pass
-over all headers; members other than regular files are ignored.
+All headers are read once, when the source is opened; reading an image is then one read at its offset.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.data.source import IMAGE_SUFFIXES, FileNames, Source, some
+from deepsquare.data.source import IMAGE_SUFFIXES, Source, some
 
 CLASSES = "classes.txt"
 KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # WebDataset's: up to the first dot of the last part
@@ -48,7 +47,7 @@ class ShardSource(Source):
                 f"{folder}: the shards {some(self.shards)} hold no image; expected key.jpg, key.cls"
             )
         self.labels = torch.tensor([sample.label for sample in samples], dtype=torch.int64)
-        self._names = FileNames(sample.name for sample in samples)
+        self._names = np.array([os.fsencode(sample.name) for sample in samples])
         self._shard = np.repeat(np.arange(len(listed)), [len(shard) for shard in listed])
         self._position = np.array([(sample.offset, sample.size) for sample in samples])
 
@@ -64,7 +63,7 @@ class ShardSource(Source):
 
     def name(self, index: int) -> str:
         """As in ``…/000012.tar:00012345.jpeg``."""
-        return f"{self._path(index)}:{self._names[index]}"
+        return f"{self._path(index)}:{os.fsdecode(self._names[index])}"
 
     def _path(self, index: int) -> str:
         return os.path.join(self.folder, self.shards[self._shard[index]])
@@ -86,33 +85,38 @@ def _classes(folder: Path) -> tuple[str, ...]:
 def _samples(path: Path, classes: int) -> Iterator[Sample]:
     """The images of a shard with their labels; errors name the shard."""
     images: dict[str, tarfile.TarInfo] = {}
-    labels: dict[str, int] = {}
+    labels: dict[str, tarfile.TarInfo] = {}
     with path.open("rb") as file:
         for member in _members(path, file):
             matched = KEY.fullmatch(member.name)
-            kind = matched[2].lower() if matched else ""
-            if not matched or not (kind == "cls" or f".{kind}" in IMAGE_SUFFIXES):
+            suffix = f".{matched[2].lower()}" if matched else ""
+            if not matched or suffix not in (".cls", *IMAGE_SUFFIXES):
                 continue
-            if matched[1] in (labels if kind == "cls" else images):
+            group = labels if suffix == ".cls" else images
+            if matched[1] in group:
                 raise ValueError(
                     f"{path}: a second member {member.name} for one sample; expected one image and one label"
                 )
-            if kind == "cls":
-                labels[matched[1]] = _label(path, file.fileno(), member, classes)
-            else:
-                images[matched[1]] = member
-    for missing, what in (
-        (set(images) - set(labels), "label (key.cls)"),
-        (set(labels) - set(images), "image (key.jpg)"),
-    ):
-        if missing:
-            raise ValueError(f"{path}: no {what} for {some(sorted(missing))}; create the shard again")
-    for key, member in images.items():
-        yield Sample(member.name, member.offset_data, member.size, labels[key])
+            group[matched[1]] = member
+        for missing, kind in (
+            (images.keys() - labels.keys(), "label (key.cls)"),
+            (labels.keys() - images.keys(), "image (key.jpg)"),
+        ):
+            if missing:
+                raise ValueError(f"{path}: no {kind} for {some(sorted(missing))}; create the shard again")
+        for key, member in images.items():
+            label = labels[key]
+            text = os.pread(file.fileno(), min(label.size, LABEL_LIMIT), label.offset_data)
+            if label.size > LABEL_LIMIT or not text.strip().isdigit() or int(text) >= classes:
+                raise ValueError(
+                    f"{path}: the label {label.name} is {text!r}; expected a whole number below {classes}, the number "
+                    f"of lines in {CLASSES}"
+                )
+            yield Sample(member.name, member.offset_data, member.size, int(text))
 
 
 def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a complete tar file."""
+    """The regular files of a complete tar file; links, folders and devices are ignored."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
@@ -123,16 +127,6 @@ def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"{path} cannot be read as a tar file ({error}); copy or create it again") from error
     if end != bytes(BLOCK):  # tarfile takes a damaged header for the end
         raise ValueError(f"{path} is truncated or damaged at byte {archive.offset:,}; copy or create it again")
-
-
-def _label(path: Path, file: int, member: tarfile.TarInfo, classes: int) -> int:
-    text = os.pread(file, min(member.size, LABEL_LIMIT), member.offset_data)
-    if member.size > LABEL_LIMIT or not text.strip().isdigit() or int(text) >= classes:
-        raise ValueError(
-            f"{path}: the label {member.name} is {text!r}; expected a whole number below {classes}, the number of "
-            f"lines in {CLASSES}"
-        )
-    return int(text)
 
 
 def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> None:
@@ -151,14 +145,10 @@ def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> N
     for number, first in enumerate(range(0, len(source), per_shard)):
         with atomic_write(folder / f"{number:06}.tar") as temporary, tarfile.open(temporary, "w") as archive:
             for index in range(first, min(first + per_shard, len(source))):
-                suffix = os.path.splitext(source.name(index))[1].lower()
-                _add(archive, f"{index:08}{suffix}", source.read(index))
-                _add(archive, f"{index:08}.cls", str(int(source.labels[index])).encode())
+                suffix, label = os.path.splitext(source.name(index))[1].lower(), int(source.labels[index])
+                for kind, data in ((suffix, source.read(index)), (".cls", str(label).encode())):
+                    member = tarfile.TarInfo(f"{index:08}{kind}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
     with atomic_write(folder / CLASSES) as temporary:
         temporary.write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Those of torchvision's ImageFolder.
@@ -18,6 +19,7 @@ class Source(ABC):
 
     classes: tuple[str, ...]
     labels: Tensor  # (N,) int64
+    _names: NDArray[np.bytes_]  # of files; an array, as worker processes would copy a list of a million strings
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -29,18 +31,6 @@ class Source(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """The image's path, for messages."""
-
-
-class FileNames:
-    """File names in one block of bytes, which worker processes share; a list of a million strings would be copied."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._block = b"".join(encoded)
-        self._ends = np.cumsum([0, *map(len, encoded)])
-
-    def __getitem__(self, index: int) -> str:
-        return os.fsdecode(self._block[self._ends[index] : self._ends[index + 1]])
 
 
 def is_image(name: str) -> bool:

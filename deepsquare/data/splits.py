@@ -6,13 +6,8 @@ import os
 from pathlib import Path
 
 from deepsquare.data.folders import FolderSource
-from deepsquare.data.shards import ShardSource, write_shards
+from deepsquare.data.shards import ShardSource
 from deepsquare.data.source import Source, is_image, some
-
-__all__ = ["Source", "check_same_classes", "open_source", "write_shards"]
-
-SPLITS = ("train", "val")
-EXPECTED = "expected train and val"
 
 
 def open_source(path: str | Path, split: str) -> Source:
@@ -49,14 +44,8 @@ def check_same_classes(train: Source, val: Source) -> None:
     """Raise ValueError unless a label means the same class in both splits."""
     if train.classes == val.classes:
         return
-    only = [
-        f"only in {name}: {some(sorted(extra))}"
-        for name, extra in (
-            ("train", set(train.classes) - set(val.classes)),
-            ("val", set(val.classes) - set(train.classes)),
-        )
-        if extra
-    ]
+    extra = {"train": set(train.classes) - set(val.classes), "val": set(val.classes) - set(train.classes)}
+    only = [f"only in {name}: {some(sorted(names))}" for name, names in extra.items() if names]
     raise ValueError(
         f"train has {len(train.classes)} classes and val {len(val.classes)}, and they are not the same: "
         f"{'; '.join(only) or 'their order differs'}. Give both splits the same classes in the same order"
@@ -77,8 +66,9 @@ def _no_split(path: Path, split: str) -> OSError:
         return NotADirectoryError(f"{path} is a file; give the folder that holds train and val, unpacked if necessary")
     folders, files = _listed(path)
     hint = ""
-    if path.name in (*SPLITS, split):
+    if path.name in ("train", "val", split):
         hint = f". Give {path.parent}, which holds the splits, instead of one of them"
     elif inner := [name for name in folders[:100] if (path / name / split).is_dir()]:
         hint = f". Did you mean {path / inner[0]}?"
-    return FileNotFoundError(f"{path} has no folder {split}: found {some([*folders, *files])}; {EXPECTED}{hint}")
+    present = some([*folders, *files])
+    return FileNotFoundError(f"{path} has no folder {split}: found {present}; expected train and val{hint}")

@@ -19,28 +19,19 @@ TRIES = 10  # torchvision's
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """torchvision's RandomResizedCrop to ``size`` × ``size``, and a random horizontal flip (p = 0.5).
-
-    Attributes:
-        size: side of the result.
-        scale: range of the crop's share of the image's area.
-        ratio: range of the crop's width / height.
-        flip: whether to flip at random.
-    """
+    """torchvision's RandomResizedCrop to ``size`` × ``size``, and a random horizontal flip (p = 0.5)."""
 
     size: int = 224
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    scale: tuple[float, float] = (0.08, 1.0)  # range of the crop's share of the image's area
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # range of the crop's width / height
     flip: bool = True
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size is {self.size}; expected at least 1 pixel")
-        low, high = self.scale
-        if not 0 < low <= high <= 1:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(f"scale is {self.scale}; expected two shares of the area, 0 < low ≤ high ≤ 1")
-        low, high = self.ratio
-        if not 0 < low <= high < math.inf:
+        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
             raise ValueError(f"ratio is {self.ratio}; expected two ratios of width to height, 0 < low ≤ high")
 
 
@@ -92,10 +83,3 @@ def center_crop(preprocessing: Preprocessing, width: int, height: int) -> CropPa
     resized = (preprocessing.resize, longer) if width <= height else (longer, preprocessing.resize)
     left, top = (round((side - preprocessing.size) / 2) for side in resized)
     return CropParams(0, 0, width, height, resized, (left, top))
-
-
-def crop_params(transform: Transform, width: int, height: int, *, seed: int, epoch: int, index: int) -> CropParams:
-    """The crop of image ``index``, which has ``width`` × ``height`` pixels."""
-    if isinstance(transform, Preprocessing):
-        return center_crop(transform, width, height)
-    return random_crop(transform, width, height, seed, epoch, index)

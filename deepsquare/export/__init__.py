@@ -1,4 +1,4 @@
-"""From a checkpoint to a file that runs without PyTorch: folded, exported, quantized, its parity verified."""
+"""Export of a model to a file that runs without PyTorch, in float32 or int8, with a check of its logits."""
 
 from deepsquare.export.base import RuntimeModel
 from deepsquare.export.exporter import Export, ExportError, export

@@ -1,4 +1,4 @@
-"""What an export runtime is: one object that lowers, quantizes, writes and reads models for it.
+"""The interface of an export runtime: an object that converts, quantizes and reads models for it.
 
 To add a runtime, implement :class:`Runtime` in a new file and add it to ``deepsquare.export.runtimes.RUNTIMES``.
 """
@@ -59,19 +59,27 @@ class RuntimeModel(ABC):
     metadata: Metadata
     shape: tuple[int | str, ...]  # of the input; a string stands for any size
 
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        """Read a file that :func:`deepsquare.export.export` wrote."""
+
     def __call__(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) float32, preprocessed as the metadata says, to logits (N, K); N is any number."""
-        shape, expected = tuple(images.shape), self.shape[1:]
-        fits = len(shape) == 4 and all(
-            isinstance(side, str) or actual == side for actual, side in zip(shape[1:], expected, strict=True)
-        )
-        if images.dtype != torch.float32 or not fits or not len(images):
-            dtype = str(images.dtype).removeprefix("torch.")
-            raise ValueError(f"images is {shape} {dtype}; expected (N, {', '.join(map(str, expected))}) float32")
+        check_images("images", images, self.shape[1:])
         return self._run(images.detach().cpu().contiguous())
 
     @abstractmethod
     def _run(self, images: Tensor) -> Tensor: ...
+
+
+def check_images(name: str, images: Tensor, shape: tuple[int | str, ...], reason: str = "") -> None:
+    """Raise ValueError unless ``images`` is (N, *shape) float32 with N ≥ 1."""
+    fits = images.ndim == 1 + len(shape) and all(
+        isinstance(side, str) or actual == side for actual, side in zip(images.shape[1:], shape, strict=True)
+    )
+    if images.dtype != torch.float32 or not fits or not len(images):
+        actual = f"{tuple(images.shape)} {str(images.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{name} is {actual}; expected (N, {', '.join(map(str, shape))}) float32{reason}")
 
 
 class Runtime(ABC):
@@ -80,23 +88,16 @@ class Runtime(ABC):
     name: ClassVar[str]  # in commands and rows
     label: ClassVar[str]  # for people
     suffix: ClassVar[str]  # of its files
+    model: ClassVar[type[RuntimeModel]]  # reads a file
     modules: ClassVar[tuple[str, ...]]  # the first one reads files, all of them write
-    dynamic_batch: ClassVar[bool] = False  # one file takes any number of images at once
-    dynamic_size: ClassVar[bool] = False  # one file can take images of any size
+    dynamic_shapes: ClassVar[bool] = False  # one file takes any number of images at once and, on request, of any size
     flatten_maps: ClassVar[bool] = False  # Square-Excitation is faster on maps of shape (N, C, H·W)
     delegate: ClassVar[str | None] = None  # the backend that runs the operations, if some may remain undelegated
-    num_threads: int | None = None  # of the pool that all models share; None if each has a pool of its own
 
     def require_modules(self) -> None:
         """Fail early if a module of this runtime is missing."""
         for module in self.modules:
             require(module)
-
-    def lower(self, model: nn.Module, images: Tensor, any_size: bool) -> nn.Module:
-        """A folded copy of ``model`` made of operations that the runtime is fast at; ``images`` are run once."""
-        from deepsquare.export.lowering import lower_for_export
-
-        return lower_for_export(model, images, flatten_maps=self.flatten_maps and not any_size)
 
     @abstractmethod
     def convert(
@@ -104,24 +105,14 @@ class Runtime(ABC):
     ) -> tuple[bytes, dict[str, int]]:
         """The content of a file for a lowered model, and the operations that are not delegated, by name.
 
-        ``images`` is an example input; with ``calibration`` images the model is quantized to int8.
+        ``images`` is an example input. With ``calibration`` images the model is quantized to int8 (post-training,
+        static), and the ranges are taken from them. A square doubles the dynamic range: of the values that eight bits
+        hold, those below a sixteenth of the largest vanish when the square is rounded to eight bits again. So squares,
+        the means over them and the division of Square-Excitation are computed in float32 from dequantized values, and
+        so are the convolutions that read a square (Square-Encoding). The other convolutions and the fully connected
+        layers run in int8, weights with a scale for each output channel. Maps are concatenated in float32: one range
+        for an excited map and the other map beside it would leave few steps to the smaller one.
         """
-
-    @abstractmethod
-    def quantize(self, model: Any, calibration: Tensor) -> Any:
-        """Post-training static quantization to int8, the ranges taken from ``calibration`` images.
-
-        A square doubles the dynamic range: of the values that eight bits hold, those below a sixteenth of the largest
-        vanish when the square is rounded to eight bits again. So squares, the means over them and the division of
-        Square-Excitation are computed in float32 from dequantized values, and so are the convolutions that read a
-        square (Square-Encoding). The other convolutions and the fully connected layers run in int8, weights with a
-        scale for each output channel. Maps are concatenated in float32: one range for an excited map and the other
-        map beside it would leave few steps to the smaller one.
-        """
-
-    @abstractmethod
-    def load(self, path: Path) -> RuntimeModel:
-        """Read a file that :func:`deepsquare.export.export` wrote."""
 
     @abstractmethod
     def set_num_threads(self, num_threads: int) -> None:

@@ -45,7 +45,7 @@ class ExecuTorchModel(RuntimeModel):
 class ExecuTorch(Runtime):
     """Writes .pte files and runs them in ExecuTorch's Python runtime."""
 
-    name, label, suffix = "executorch", "ExecuTorch", ".pte"
+    name, label, suffix, model = "executorch", "ExecuTorch", ".pte", ExecuTorchModel
     modules = ("executorch.runtime",)
     delegate = "XNNPACK"
 
@@ -80,14 +80,9 @@ class ExecuTorch(Runtime):
         quantized: nn.Module = pt2e.convert_pt2e(prepared)
         return quantized
 
-    def load(self, path: Path) -> ExecuTorchModel:
-        """Read a .pte file."""
-        return ExecuTorchModel(path)
-
     def set_num_threads(self, num_threads: int) -> None:
         """Resize the pool that all programs share."""
         require("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(num_threads)
-        self.num_threads = num_threads
 
 
 def rewrite_for_xnnpack(model: nn.Module, images: Tensor) -> fx.GraphModule:
@@ -136,9 +131,7 @@ def _is_quantizable(node: fx.Node) -> bool:
 
 def _undelegated_ops(program: torch.export.ExportedProgram) -> dict[str, int]:
     """The operations outside of delegated partitions, by name."""
-    names = []
-    for node in program.graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        if node.op == "call_function" and name not in ("getitem", "executorch_call_delegate"):
-            names.append(name.split(".")[-2] if "." in name else name)
-    return dict(Counter(names).most_common())
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    names = [getattr(target, "__name__", str(target)) for target in calls]
+    names = [name.split(".")[-2] if "." in name else name for name in names]
+    return dict(Counter(name for name in names if name not in ("getitem", "executorch_call_delegate")).most_common())

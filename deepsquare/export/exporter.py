@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._files import atomic_write, ensure_writable, remove_stale_temps
-from deepsquare.export.base import Metadata, Runtime, quiet
+from deepsquare.export.base import Metadata, Runtime, check_images, quiet
+from deepsquare.export.lowering import lower_for_export
 from deepsquare.export.runtimes import RUNTIMES, runtime_for
 from deepsquare.preprocessing import Preprocessing
+from deepsquare.surgery import equip_record
 
 TOLERANCE = 1e-4  # of max_rel_error in float32
 FP32_FACTOR = 4  # a network that amplifies rounding may instead reach this multiple of its own fp32_error
@@ -73,8 +73,8 @@ def export(
     """
     path = Path(path)
     runtime = runtime_for(path)
-    if any_size and not runtime.dynamic_size:
-        others = " or ".join(other.name for other in RUNTIMES.values() if other.dynamic_size)
+    if any_size and not runtime.dynamic_shapes:
+        others = " or ".join(other.name for other in RUNTIMES.values() if other.dynamic_shapes)
         raise ValueError(f"a file for {runtime.label} has one input size; export one for each size, or use {others}")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a file in it")
@@ -82,29 +82,36 @@ def export(
     ensure_writable(path.parent)
     remove_stale_temps(path)
     model = copy.deepcopy(model).eval().float().cpu()
+    shape = (3, preprocessing.size, preprocessing.size)
     if images is None:
-        shape = (DEFAULT_IMAGES, 3, preprocessing.size, preprocessing.size)
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    images, fp32_logits = _finite(model, _checked("images", images, preprocessing))
+        images = torch.randn((DEFAULT_IMAGES, *shape), generator=torch.Generator().manual_seed(0))
+    check_images("images", images, shape, ", as preprocessing says")
+    images, fp32_logits = _finite(model, images)
     expected = compute_logits(copy.deepcopy(model).double(), images.double())
     _check_outputs(expected, preprocessing)
     fp32_error = _max_rel_error(fp32_logits, expected)
     if calibration is not None:
-        calibration = _without_outliers(*_finite(model, _checked("calibration", calibration, preprocessing)))
-    metadata = _metadata(model, "float32" if calibration is None else "int8", preprocessing)
-    lowered = runtime.lower(model, images[:1], any_size)
-    example = images[:1].repeat(2 if runtime.dynamic_batch else 1, 1, 1, 1)  # torch.export fixes a dynamic size of 1
-    with _errors_of(runtime, metadata), quiet():
-        content, undelegated_ops = runtime.convert(lowered, example, metadata, calibration, any_size)
-    with _write_errors(path), atomic_write(path) as temporary:
-        temporary.write_bytes(content)
-        logits = runtime.load(temporary)(images)
-        max_rel_error, allowed = _max_rel_error(logits, expected), max(TOLERANCE, FP32_FACTOR * fp32_error)
-        if calibration is None and not max_rel_error <= allowed:
-            raise ExportError(
-                f"the exported model differs by {max_rel_error:.1e} of the largest logit; expected at most "
-                f"{allowed:.1e}, as PyTorch's own float32 differs by {fp32_error:.1e}. Nothing was written"
-            )
+        check_images("calibration", calibration, shape, ", as preprocessing says")
+        calibration = _without_outliers(*_finite(model, calibration))
+    record, config = equip_record(model), getattr(model, "deepsquare_config", None)
+    precision = "float32" if calibration is None else "int8"
+    metadata = Metadata(config and config.name, record.spec if record else "", precision, preprocessing)
+    content, undelegated_ops = _convert(runtime, model, images[:1], metadata, calibration, any_size)
+    allowed = max(TOLERANCE, FP32_FACTOR * fp32_error)
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(content)
+            logits = runtime.model(temporary)(images)
+            max_rel_error = _max_rel_error(logits, expected)
+            if calibration is None and not max_rel_error <= allowed:
+                raise ExportError(
+                    f"the exported model differs by {max_rel_error:.1e} of the largest logit; expected at most "
+                    f"{allowed:.1e}, as PyTorch's own float32 differs by {fp32_error:.1e}. Nothing was written"
+                )
+    except OSError as error:
+        if error.errno is None:  # raised by deepsquare, with a message
+            raise
+        raise OSError(f"cannot write {path} ({error.strerror}); make room, or give another path") from error
     top1_agreement = float((logits.argmax(1) == expected.argmax(1)).float().mean())
     if top1_agreement < MIN_AGREEMENT and len(images) > DEFAULT_IMAGES:
         logger.warning("the top-1 class is the same for %.0f%% only; measure the accuracy", 100 * top1_agreement)
@@ -124,14 +131,6 @@ def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
     if not isinstance(logits[0], Tensor) or logits[0].ndim != 2:
         raise ValueError("the model's output is no tensor (N, K) of logits; expected a classifier")
     return torch.cat(logits)
-
-
-def _checked(name: str, images: Tensor, preprocessing: Preprocessing) -> Tensor:
-    size = preprocessing.size
-    if images.dtype != torch.float32 or images.ndim != 4 or images.shape[1:] != (3, size, size) or not len(images):
-        actual = f"{tuple(images.shape)} {str(images.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{name} is {actual}; expected (N, 3, {size}, {size}) float32, as preprocessing says")
-    return images
 
 
 def _check_outputs(logits: Tensor, preprocessing: Preprocessing) -> None:
@@ -166,30 +165,16 @@ def _max_rel_error(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max().clamp(min=torch.finfo().tiny))
 
 
-def _metadata(model: nn.Module, precision: str, preprocessing: Preprocessing) -> Metadata:
-    from deepsquare.surgery import equip_record
-
-    record, config = equip_record(model), getattr(model, "deepsquare_config", None)
-    return Metadata(config and config.name, record.spec if record else "", precision, preprocessing)
-
-
-@contextlib.contextmanager
-def _errors_of(runtime: Runtime, metadata: Metadata) -> Iterator[None]:
-    """Any error of a runtime's exporter as an ExportError of one line."""
+def _convert(
+    runtime: Runtime, model: nn.Module, image: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
+) -> tuple[bytes, dict[str, int]]:
+    """Lower and convert a model; any error of the runtime's exporter becomes an ExportError of one line."""
+    lowered = lower_for_export(model, image, flatten_maps=runtime.flatten_maps and not any_size)
+    example = image.repeat(2 if runtime.dynamic_shapes else 1, 1, 1, 1)  # torch.export fixes a dynamic size of 1
     try:
-        yield
+        with quiet():
+            return runtime.convert(lowered, example, metadata, calibration, any_size)
     except Exception as error:  # each part of an exporter has classes of its own
         cause = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), repr(error))
         name = f"{metadata.name or 'this model'}{' with ' + metadata.spec if metadata.spec else ''}"
         raise ExportError(f"{name} cannot be exported for {runtime.label}: {cause.strip()}") from error
-
-
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    """An error of the file system, such as a full disk, with the path."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # raised by deepsquare, with a message
-            raise
-        raise OSError(f"cannot write {path} ({error.strerror}); make room, or give another path") from error

@@ -1,8 +1,8 @@
-"""Lowering: a folded copy of a model whose squares are written as the few operations that runtimes are fast at.
+"""Lowering: a folded copy of a model for export, whose modules use few operations, and fast ones.
 
-The functions of :mod:`deepsquare.functional` take care of half precision, 0/0 and gradients, which would be operations
-in the exported graph. Here α, s and the dtype are known, so a mean of squares is a product and a mean, and
-Scale-Proportion an addition and a division.
+The functions of :mod:`deepsquare.functional` handle half precision, 0/0 and gradients. Each of these cases would add
+operations to the exported graph. The modules below do without them, because α and s are constants and the dtype is
+float32: a mean of squares is one product and one mean, and the factor G / (G + α²) one addition and one division.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Pooling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, spatial…) to (N, C) or (N, C, 1, …)."""
-        pooled = _mean_square(x)
-        return pooled if self.keepdim else pooled.flatten(1)
+        return _mean_square(x) if self.keepdim else _mean_square(x).flatten(1)
 
 
 class Excitation(nn.Module):
@@ -62,15 +61,11 @@ class Excitation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, spatial…) to the same shape."""
-        if not self.hw:
-            return self._excite(x)
-        channels = self.offset.shape[1]
-        excited = self._excite(x.reshape(-1, channels, math.prod(self.hw)))
-        return excited.reshape(-1, channels, *self.hw)
-
-    def _excite(self, x: Tensor) -> Tensor:
-        g = _mean_square(x)
-        return x * (g / (g + self.offset))
+        channels = x.shape[1]
+        maps = x.reshape(-1, channels, math.prod(self.hw)) if self.hw else x
+        g = _mean_square(maps)
+        excited = maps * (g / (g + self.offset))
+        return excited.reshape(-1, channels, *self.hw) if self.hw else excited
 
     def fit(self, inputs: tuple[Tensor]) -> None:
         """Store α² for every channel, as onnxruntime is slow at adding a scalar to a vector, and the map's size."""
@@ -84,7 +79,7 @@ class Excitation(nn.Module):
 class Softmin(nn.Module):
     """Square-Softmin, Equation (24), with a constant s that could not be folded; ``factor`` is −s, or s with sign 1."""
 
-    factor: Tensor | None
+    factor: Tensor | None  # None for −1
 
     def __init__(self, factor: Tensor | None) -> None:
         super().__init__()
@@ -92,10 +87,7 @@ class Softmin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, K) or (N, K, 1, 1) to the same shape."""
-        squared = x * x
-        if self.factor is None:
-            return -squared
-        return squared * self.factor.reshape(-1, *[1] * (x.ndim - 2))
+        return -(x * x) if self.factor is None else x * x * self.factor.reshape(-1, *[1] * (x.ndim - 2))
 
 
 def _lowered(module: nn.Module, flatten_maps: bool) -> nn.Module | None:
@@ -107,10 +99,8 @@ def _lowered(module: nn.Module, flatten_maps: bool) -> nn.Module | None:
         smallest = torch.finfo(offset.dtype).tiny
         return Excitation(offset, flatten_maps) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
     if type(module) is SquareSoftmin:
-        scale = module.scale
-        if scale is None and module.sign == -1:
-            return Softmin(None)
-        return Softmin(module.sign * (torch.ones(1) if scale is None else scale.detach()))
+        scale = torch.ones(1) if module.scale is None else module.scale.detach()
+        return Softmin(None if module.scale is None and module.sign == -1 else module.sign * scale)
     return None
 
 

@@ -18,11 +18,13 @@ PERCENTILE = 99.9  # of an activation's values lie within its range: the largest
 class OnnxModel(RuntimeModel):
     """An ONNX file in onnxruntime."""
 
-    def __init__(self, path: Path, own_threads: bool) -> None:
+    global_threads = False  # whether all models share one pool of threads instead of a pool for each
+
+    def __init__(self, path: Path) -> None:
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        options.use_per_session_threads = own_threads
+        options.use_per_session_threads = not self.global_threads
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # of classes that onnxruntime does not export
@@ -40,9 +42,9 @@ class OnnxModel(RuntimeModel):
 class OnnxRuntime(Runtime):
     """Writes ONNX files and runs them in onnxruntime."""
 
-    name, label, suffix = "onnx", "onnxruntime", ".onnx"
+    name, label, suffix, model = "onnx", "onnxruntime", ".onnx", OnnxModel
     modules = ("onnxruntime", "onnx", "onnxscript")
-    dynamic_batch = dynamic_size = True
+    dynamic_shapes = True
     # onnxruntime stores maps in blocks of channels, squares them in that layout and then reorders both the map and its
     # square; of a flattened map it reorders only the map.
     flatten_maps = True
@@ -86,9 +88,7 @@ class OnnxRuntime(Runtime):
                 return None if batch is None else {input_name: batch.numpy()}
 
         with tempfile.TemporaryDirectory() as folder:
-            source, prepared, quantized = (
-                str(Path(folder) / f"{name}.onnx") for name in ("source", "prepared", "quantized")
-            )
+            source, prepared, quantized = (f"{folder}/{name}.onnx" for name in ("source", "prepared", "quantized"))
             onnx.save(model, source)
             shape_inference.quant_pre_process(source, prepared)
             nodes = onnx.load(prepared).graph.node
@@ -103,11 +103,7 @@ class OnnxRuntime(Runtime):
             )  # fmt: skip
             return onnx.load(quantized)
 
-    def load(self, path: Path) -> OnnxModel:
-        """Read an ONNX file."""
-        return OnnxModel(path, own_threads=self.num_threads is None)
-
     def set_num_threads(self, num_threads: int) -> None:
         """One global pool; the pool of each session would spin for a while beside the session that runs next."""
         require("onnxruntime").set_global_thread_pool_sizes(num_threads, 1)
-        self.num_threads = num_threads
+        OnnxModel.global_threads = True

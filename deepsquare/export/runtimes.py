@@ -12,18 +12,20 @@ from deepsquare.export.onnx import OnnxRuntime
 RUNTIMES: dict[str, Runtime] = {runtime.name: runtime for runtime in (OnnxRuntime(), ExecuTorch())}
 
 
+_BY_SUFFIX = {runtime.suffix: runtime for runtime in RUNTIMES.values()}
+
+
 def is_exported(path: Path) -> bool:
     """Whether a file has the suffix of a runtime."""
-    return any(path.suffix.lower() == runtime.suffix for runtime in RUNTIMES.values())
+    return path.suffix.lower() in _BY_SUFFIX
 
 
 def runtime_for(path: Path) -> Runtime:
     """The runtime of a file, by its suffix."""
-    for runtime in RUNTIMES.values():
-        if path.suffix.lower() == runtime.suffix:
-            return runtime
-    suffixes = " or ".join(f"{runtime.suffix} for {name}" for name, runtime in RUNTIMES.items())
-    raise ValueError(f"the file is {path}; expected the suffix {suffixes}")
+    if not is_exported(path):
+        suffixes = " or ".join(f"{suffix} for {runtime.name}" for suffix, runtime in _BY_SUFFIX.items())
+        raise ValueError(f"the file is {path}; expected the suffix {suffixes}")
+    return _BY_SUFFIX[path.suffix.lower()]
 
 
 def load_exported(path: str | os.PathLike[str]) -> RuntimeModel:
@@ -32,4 +34,4 @@ def load_exported(path: str | os.PathLike[str]) -> RuntimeModel:
     runtime = runtime_for(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    return runtime.load(path)
+    return runtime.model(path)

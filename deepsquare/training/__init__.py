@@ -2,9 +2,9 @@
 
 from deepsquare.training.config import LoaderConfig, TrainerConfig
 from deepsquare.training.distributed import DistributedContext, init_distributed
-from deepsquare.training.loop import Batches, DivergedError, Evaluation, History, StoppedError, evaluate, fit
+from deepsquare.training.loop import Batches, DivergedError, Evaluation, History, StoppedError, fit
 from deepsquare.training.recipe import CifarRecipe, ImageNetRecipe, Recipe
-from deepsquare.training.trainer import Trainer
+from deepsquare.training.trainer import Trainer, evaluate
 
 __all__ = [
     "Batches",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deepsquare._threads import cores
-from deepsquare.training.distributed import DistributedContext
 from deepsquare.training.recipe import Check, ImageNetRecipe, Recipe, Validated
 
 OUTCOME_FIELDS = ("precision", "ema", "sync_bn")  # of TrainerConfig: they influence the result
@@ -19,10 +16,10 @@ class LoaderConfig(Validated):
     """How images are read.
 
     Attributes:
-        pipeline: decoder, one of ``fast``, ``torchvision`` and ``dali``.
-        workers: processes that decode for each training process, 0 to decode in that process; by default its share of
-            the cores if it trains on a GPU, else 0.
-        damaged: share of the images that may be undecodable before it is an error.
+        pipeline: Decoder: fast, torchvision or dali.
+        workers: Decoding processes per training process, or 0 to decode in the training process; None for 0 on the
+            CPU, and for a share of the cores with a GPU.
+        damaged: Share of the images that may be undecodable before it is an error.
     """
 
     pipeline: str = "fast"
@@ -33,14 +30,6 @@ class LoaderConfig(Validated):
         yield "workers", self.workers is None or self.workers >= 0, "0 or more"
         yield "damaged", 0 <= self.damaged <= 1, "a share of the images, 0 to 1"
 
-    def options(self, distributed: DistributedContext) -> dict[str, Any]:
-        """Keyword arguments of :func:`deepsquare.data.loader.batches`."""
-        on_gpu, workers = distributed.device.type == "cuda", self.workers
-        if workers is None:
-            workers = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if on_gpu else 0
-        device_id = distributed.device.index if on_gpu and self.pipeline == "dali" else None
-        return {"pipeline": self.pipeline, "workers": workers, "device_id": device_id}
-
 
 DEFAULT_LOADER = LoaderConfig()
 
@@ -50,15 +39,17 @@ class TrainerConfig(Validated):
     """How a run is computed. The result depends on ``precision``, ``ema`` and ``sync_bn`` too: see describe_run.
 
     Attributes:
-        precision: of the forward and backward pass; bfloat16 and float16 use autocast, float16 with loss scaling.
-        ema: decay of an exponential moving average of the weights, which is evaluated and saved too; off if None.
-        sync_bn: whether to compute batch statistics over all processes instead of each process's part (GPU only).
-        micro_batch_size: images per forward and backward pass of a process; gradients accumulate over a batch.
-        channels_last: whether images and weights are in channels_last, which convolutions are fastest in.
-        compile: whether to use torch.compile.
-        checkpoint_minutes: minutes between two checkpoints within an epoch.
-        tensorboard: whether to write TensorBoard event files.
-        loading: how images are read.
+        precision: Precision of the forward and backward pass; bfloat16 and float16 use autocast, float16 also scales
+            the loss.
+        ema: Decay of an exponential moving average of the weights, which is evaluated and saved too; None for no EMA.
+        sync_bn: Compute batch statistics over all processes instead of each process's part (GPU only).
+        micro_batch_size: Images per forward and backward pass of a process, whose gradients accumulate over a batch;
+            None for the whole batch.
+        channels_last: Store images and weights in channels_last, which is the fastest format for convolutions.
+        compile: Use torch.compile.
+        checkpoint_minutes: Minutes between two checkpoints within an epoch.
+        tensorboard: Write TensorBoard event files.
+        loading: How images are read.
     """
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import logging
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from deepsquare.data.loader import NO_LABEL
+from deepsquare._compat import upgrade_training_state
+from deepsquare._files import atomic_write, remove_stale_temps
 from deepsquare.results import pack_bits, round_for_json
-from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
+from deepsquare.training.config import describe_run
 from deepsquare.training.recipe import Recipe
-from deepsquare.training.state import load_progress, save_progress
-from deepsquare.training.trainer import Trainer
+from deepsquare.training.trainer import Trainer, evaluate
 
 logger = logging.getLogger("deepsquare")
-PATIENCE = 3  # consecutive bad epochs after the warm-up, no better than chance, until a run counts as diverged
+VERSION = 3  # of training checkpoints
+PATIENCE = 3  # a run has diverged after this many epochs in a row, past the warm-up, with a loss of chance level
 Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
@@ -42,15 +44,15 @@ class Batches(Protocol):
 
 @dataclass
 class History:
-    """The metrics of a run, one value per epoch; loss, accuracy and top5 of the evaluation, ema the EMA's accuracy."""
+    """The metrics of a run; the lists have one value per epoch."""
 
     train_loss: list[float] = field(default_factory=list)
     train_accuracy: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)  # in the evaluation, like accuracy and top5
     accuracy: list[float] = field(default_factory=list)
     top5: list[float] = field(default_factory=list)
-    ema: list[float] = field(default_factory=list)
-    correct: str = ""  # which images of the last evaluation were classified correctly, by pack_bits
+    ema: list[float] = field(default_factory=list)  # accuracy of the EMA of the weights; empty without one
+    correct: str = ""  # one bit per image of the last evaluation: whether it was classified correctly (pack_bits)
     seconds: float = 0.0
 
     @property
@@ -85,35 +87,13 @@ class EpochMetrics:
 
     @property
     def mean_loss(self) -> float:
-        """Per image."""
+        """The mean of the loss over the images so far."""
         return self.loss / max(self.images, 1)
 
     @property
     def accuracy(self) -> float:
-        """On the training batches, before each step."""
+        """The accuracy on the training batches so far, each before its step."""
         return self.correct / max(self.images, 1)
-
-    @property
-    def chance_loss(self) -> float:
-        """The loss of equal probabilities for all classes."""
-        return math.log(self.classes)
-
-
-class EvalMetrics(NamedTuple):
-    """Mean loss, top-1 and top-5 accuracy on a set of images.
-
-    ``overflows`` counts the images without a finite loss; ``correct`` has one boolean per image, in their order.
-    """
-
-    loss: float
-    accuracy: float
-    top5: float
-    overflows: int
-    correct: Tensor
-
-
-class NotFiniteError(ArithmeticError):
-    """The loss of a step is not finite."""
 
 
 class DivergedError(ArithmeticError):
@@ -129,31 +109,78 @@ class StoppedError(Exception):
 
 
 class _Run:
-    """A trainer with the progress of its run, which checkpoints store and restore."""
+    """A trainer with the progress of its run, and the checkpoint that stores both.
+
+    On the same machine a run resumes from it bit for bit.
+    """
 
     def __init__(self, trainer: Trainer, recipe: Recipe, identity: str, path: Path | None) -> None:
         self.trainer, self.recipe, self.identity, self.path = trainer, recipe, identity, path
+        self.described = describe_run(recipe, trainer.config)
         self.history, self.epoch_metrics, self.bad_epochs = History(), EpochMetrics(), 0
         if path is not None and path.exists():
-            progress = load_progress(path, trainer, identity, recipe)
-            self.history = History(**progress["history"])
-            self.epoch_metrics = EpochMetrics(**progress["epoch_metrics"])
-            self.bad_epochs = progress["bad_epochs"]
+            self._restore(path)
         self.counted_until = self.saved_at = time.perf_counter()
 
     def save(self) -> None:
-        """Update the elapsed time, and write a checkpoint if there is a path."""
+        """Update the elapsed time, and write a checkpoint if there is a path; called by every process."""
         now = time.perf_counter()
         self.history.seconds, self.counted_until = self.history.seconds + now - self.counted_until, now
-        if self.path is not None:
-            progress = {
-                "identity": self.identity,
-                "history": asdict(self.history),
-                "epoch_metrics": asdict(self.epoch_metrics),
-                "bad_epochs": self.bad_epochs,
-            }
-            save_progress(self.path, self.trainer, self.recipe, progress)
-            self.saved_at = time.perf_counter()
+        if self.path is None:
+            return
+        progress = {
+            "identity": self.identity,
+            "history": asdict(self.history),
+            "epoch_metrics": asdict(self.epoch_metrics),
+            "bad_epochs": self.bad_epochs,
+        }
+        state = {"version": VERSION, **self.trainer.state(), "recipe": self.described, "progress": progress}
+        if self.trainer.distributed.is_main_process:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)  # not into the file: torch's error for a full disk names neither file nor reason
+            try:
+                remove_stale_temps(self.path)
+                with atomic_write(self.path) as temporary:
+                    temporary.write_bytes(buffer.getbuffer())
+            except OSError as error:
+                raise OSError(
+                    f"cannot write the checkpoint {self.path} ({error.strerror}); free some space; the run can be "
+                    "resumed from its last checkpoint (deepsquare train: --resume)"
+                ) from error
+        self.saved_at = time.perf_counter()
+
+    def _restore(self, path: Path) -> None:
+        """Continue from a checkpoint; one of another identity, recipe or model is refused."""
+        state = _read_checkpoint(path)
+        progress = state["progress"]
+        expected = {"identity": self.identity, **self.described}
+        stored = {"identity": progress.get("identity"), **state["recipe"]}
+        if different := [name for name in expected if stored.get(name) != expected[name]]:
+            names = "; ".join(f"its {name} is {stored.get(name)}, expected {expected[name]}" for name in different)
+            raise ValueError(f"{path} belongs to another run: {names}. Remove it or choose another path")
+        try:
+            self.trainer.restore(state)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} belongs to another model: {error}. Remove it or choose another path") from error
+        self.history = History(**progress["history"])
+        self.epoch_metrics = EpochMetrics(**progress["epoch_metrics"])
+        self.bad_epochs = progress["bad_epochs"]
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
+    except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is not a training checkpoint, or is damaged; remove it to start again") from error
+    if isinstance(state, dict) and state.get("version") == 2:
+        state = upgrade_training_state(state)
+    if not isinstance(state, dict) or state.get("version") != VERSION:
+        raise ValueError(f"{path} is not a training checkpoint of version {VERSION}; remove it to start again")
+    if missing := {"model", "optimizer", "ema", "scaler", "progress", "random", "recipe"} - state.keys():
+        raise ValueError(f"{path} has no {', '.join(sorted(missing))}; remove it to start again")
+    return state
 
 
 OnStep = Callable[[int, EpochMetrics, float], None]  # epoch, metrics so far, learning rate
@@ -178,14 +205,13 @@ def fit(
     Args:
         trainer: the model, or a Trainer with it.
         batches: training data.
-        recipe: number of epochs and learning rates.
+        recipe: gives the epochs, the learning rates and, for a plain model, the optimizer.
         evaluation: yields the batches of the evaluation after each epoch.
         checkpoint: file that is written after every epoch. If it exists, the run resumes from it: on the same machine
             with the same number of threads it ends with the same weights as a run that was not stopped.
         checkpoint_interval: seconds after which the checkpoint is also written within an epoch.
         identity: stored in the checkpoint; one of another identity or recipe is refused.
-        on_epoch: called after every epoch.
-        on_step: called after every step.
+        on_epoch, on_step: called after every epoch, and after every step.
         stop: polled after every step; if true, a checkpoint is written and StoppedError raised.
         judge_end: whether a last epoch no better than chance counts as divergence. Otherwise it takes several
             consecutive epochs after the warm-up.
@@ -199,14 +225,14 @@ def fit(
     history = run.history
     while history.epochs < recipe.epochs:
         _train_epoch(run, batches, checkpoint_interval, on_step, stop)
-        metrics = run.epoch_metrics
-        bad = history.epochs >= recipe.warmup and metrics.mean_loss >= metrics.chance_loss
+        metrics, chance = run.epoch_metrics, math.log(run.epoch_metrics.classes)  # the loss of equal probabilities
+        bad = history.epochs >= recipe.warmup and metrics.mean_loss >= chance
         run.bad_epochs = run.bad_epochs + 1 if bad else 0
         _evaluate_epoch(trainer, evaluation, history, metrics)
         if run.bad_epochs >= PATIENCE or (judge_end and bad and history.epochs == recipe.epochs):
             raise DivergedError(
                 f"epoch {history.epochs}: the loss is {metrics.mean_loss:.3g}, no better than chance "
-                f"({metrics.chance_loss:.3g}); try a lower lr",
+                f"({chance:.3g}); try a lower lr",
                 history,
             )
         run.epoch_metrics = EpochMetrics()
@@ -228,7 +254,7 @@ def _train_epoch(
             due = is_main_process and time.perf_counter() - run.saved_at > checkpoint_interval
             try:
                 stopping, due = step(run.trainer, images, labels, lr, metrics, stop(), due)
-            except NotFiniteError as error:
+            except FloatingPointError as error:
                 message = f"epoch {epoch + 1}: {error}; try a lower lr or a longer warm-up"
                 raise DivergedError(message, run.history) from error
             on_step(epoch, metrics, lr)
@@ -243,13 +269,13 @@ def step(
 ) -> list[bool]:
     """One optimizer step of all processes, added to the metrics; returns each flag or-ed over the processes.
 
-    A loss that is not finite raises :class:`NotFiniteError` on every process, before it reaches the weights.
+    A loss that is not finite raises FloatingPointError on every process, before it reaches the weights.
     """
     *sums, epoch_metrics.classes = trainer.forward_backward(images, labels)
     loss, correct, count, *raised = trainer.distributed.all_reduce_sum([*sums, *flags])
     epoch_metrics.steps += 1
     if not math.isfinite(loss):
-        raise NotFiniteError(f"the loss is {loss} at step {epoch_metrics.steps}, lr {lr:.3g}")
+        raise FloatingPointError(f"the loss is {loss} at step {epoch_metrics.steps}, lr {lr:.3g}")
     trainer.optimizer_step(lr)
     epoch_metrics.loss += loss
     epoch_metrics.correct += correct
@@ -273,45 +299,6 @@ def _evaluate_epoch(trainer: Trainer, evaluation: Evaluation, history: History, 
     if trainer.ema is not None:
         logits = partial(trainer.logits, ema=True)
         history.ema.append(evaluate(trainer.ema, evaluation(), distributed=distributed, logits=logits).accuracy)
-
-
-@torch.inference_mode()
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    distributed: DistributedContext = SINGLE_PROCESS,
-    logits: Callable[[Tensor], Tensor] | None = None,
-) -> EvalMetrics:
-    """Loss and accuracies over the batches of all processes, in eval mode; the model's mode is restored.
-
-    An image that could not be decoded is left out of the loss and counts as misclassified; so does one whose logits
-    contain NaN.
-    """
-    training = model.training
-    model.eval()
-    sums = torch.zeros(6, dtype=torch.float64)  # loss, decoded images, top-1, top-5, all images, overflows
-    hits: list[Tensor] = []
-    for images, labels in batches:
-        outputs = (logits or model)(images)
-        labels = labels.to(outputs.device)
-        losses = F.cross_entropy(outputs, labels, reduction="none", ignore_index=NO_LABEL)
-        targets = labels.where(~outputs.isnan().any(1), NO_LABEL)
-        top5 = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
-        hits.append((outputs.argmax(1) == targets).cpu())
-        counts = ((labels != NO_LABEL).sum(), hits[-1].sum(), top5.sum(), len(labels), (~losses.isfinite()).sum())
-        sums += torch.tensor([losses.sum().item(), *map(int, counts)], dtype=torch.float64)
-    model.train(training)
-    loss, decoded, top1_hits, top5_hits, count, overflows = distributed.all_reduce_sum(sums.tolist())
-    if not count:
-        raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator yields them once)")
-    if not decoded:
-        raise ValueError(f"none of the {count:.0f} images to evaluate on can be decoded; fetch them again")
-    correct = torch.empty(round(count), dtype=torch.bool)
-    for rank, shard in enumerate(distributed.all_gather(torch.cat(hits) if hits else None)):
-        if shard is not None:  # else a process without images
-            correct[rank :: distributed.world_size] = shard
-    return EvalMetrics(loss / decoded, top1_hits / count, top5_hits / count, round(overflows), correct)
 
 
 @cache

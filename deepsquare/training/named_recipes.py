@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from deepsquare.models import NETWORKS, Network
+from deepsquare.models import NETWORKS
 from deepsquare.training.config import DEFAULT_LOADER, OUTCOME_FIELDS, LoaderConfig, TrainerConfig
 from deepsquare.training.recipe import ImageNetRecipe, convert_fields, override
 
@@ -21,34 +21,23 @@ DROPOUT = 0.2
 LONGER = ("resnet18+softmin", 200)  # the one network that Table 4 trains for another number of epochs too
 
 
-def _recipe(network: Network) -> ImageNetRecipe:
-    shufflenet = network.model.startswith("shufflenet")
-    return ImageNetRecipe(
-        epochs=400 if shufflenet else 120,
-        weight_decay=4e-5 if shufflenet else 1e-4,
-        model=network.model,
-        spec=network.spec,
-        dropout=DROPOUT if network.spec else None,
-    )
-
-
 def _recipes() -> dict[str, ImageNetRecipe]:
     recipes = {}
     for network in NETWORKS:
-        recipes[network.name] = _recipe(network)
+        shufflenet = network.model.startswith("shufflenet")
+        recipes[network.name] = ImageNetRecipe(
+            epochs=400 if shufflenet else 120,
+            weight_decay=4e-5 if shufflenet else 1e-4,
+            model=network.model,
+            spec=network.spec,
+            dropout=DROPOUT if network.spec else None,
+        )
         if network.name == LONGER[0]:
             recipes[f"{network.name}@{LONGER[1]}"] = replace(recipes[network.name], epochs=LONGER[1])
     return recipes
 
 
 RECIPES: dict[str, ImageNetRecipe] = _recipes()
-
-
-def named_recipe(name: str) -> ImageNetRecipe:
-    """The recipe of that name; otherwise ValueError with all names."""
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
-    return RECIPES[name]
 
 
 def configure(
@@ -58,10 +47,9 @@ def configure(
 
     ``changes`` may have fields of ImageNetRecipe and TrainerConfig, the file those that decide the result.
     """
-    recipe, config = named_recipe(name), TrainerConfig(loading=loading)
-    if file is None:
-        return _apply(recipe, config, changes)
-    stored = _read_changes(file)
+    if name not in RECIPES:
+        raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
+    recipe, config, stored = RECIPES[name], TrainerConfig(loading=loading), _read_changes(file) if file else {}
     try:
         _apply(recipe, config, stored)
     except (TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Validated:
-    """Base of dataclasses that check the types of their fields, and the values by ``_checks``."""
+    """Base class of dataclasses that check the types of their fields, and the values by ``_checks``."""
 
     def __post_init__(self) -> None:
         convert_fields(type(self), vars(self))
@@ -48,13 +48,13 @@ class Recipe(Validated):
     """SGD with momentum; the learning rate rises linearly during the warm-up and then decays by a cosine to zero.
 
     Attributes:
-        epochs: number of epochs.
-        batch_size: images per step, over all processes.
-        lr: the highest learning rate.
-        warmup: epochs of warm-up.
-        momentum: of SGD.
-        nesterov: whether to use Nesterov momentum.
-        weight_decay: of every parameter, as in torch.optim.SGD.
+        epochs: Number of epochs.
+        batch_size: Images per step, over all processes.
+        lr: The highest learning rate.
+        warmup: Epochs of warm-up.
+        momentum: Momentum of SGD.
+        nesterov: Use Nesterov momentum.
+        weight_decay: Weight decay of every parameter, as in torch.optim.SGD.
     """
 
     epochs: int
@@ -98,8 +98,8 @@ class CifarRecipe(Recipe):
     """A recipe for small images.
 
     Attributes:
-        pad: width of the reflected border from which random crops are taken.
-        flip: random horizontal flips, with probability 0.5.
+        pad: Width of the reflected border from which random crops are taken.
+        flip: Flip images horizontally with probability 0.5.
     """
 
     pad: int = 4
@@ -118,16 +118,16 @@ class ImageNetRecipe(Recipe):
     meaning of "the standard ResNet data augmentation"; images are resized with antialiasing.
 
     Attributes:
-        model: name of the base network.
-        spec: techniques that it is equipped with.
-        dropout: before the last FC; the model's default if None.
-        size: side of the training images.
-        crop_area: range of a random crop's share of the image's area.
-        crop_ratio: range of a random crop's width / height.
-        flip: random horizontal flips, with probability 0.5.
-        eval_resize: shorter side of an evaluated image, before the center crop.
-        eval_size: side of the center crop.
-        start: checkpoint to fine-tune, of the base network or an equipped one.
+        model: Name of the base network.
+        spec: Spec that the network is equipped with; empty for the base network.
+        dropout: Dropout ratio before the last FC; the model's default if None.
+        size: Side of the training images.
+        crop_area: Range of a random crop's share of the image's area.
+        crop_ratio: Range of a random crop's width / height.
+        flip: Flip images horizontally with probability 0.5.
+        eval_resize: Shorter side of an evaluated image, before the center crop.
+        eval_size: Side of the center crop.
+        start: Checkpoint to fine-tune, of the base network or an equipped one; None for random weights.
     """
 
     epochs: int = 120
@@ -155,10 +155,7 @@ class ImageNetRecipe(Recipe):
         yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
 
 
-SomeRecipe = TypeVar("SomeRecipe", bound=Recipe)
-
-
-def override(recipe: SomeRecipe, changes: Mapping[str, Any]) -> tuple[SomeRecipe, list[str]]:
+def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageNetRecipe, list[str]]:
     """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
     known = {field.name for field in dataclasses.fields(recipe)}
     if unknown := changes.keys() - known:

@@ -7,14 +7,14 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from torch import nn
 
 from deepsquare import checkpoint
 from deepsquare._compat import RECIPE_KEYS, rename_keys
@@ -44,11 +44,6 @@ class TrainingSetup:
     batches: ImageBatches
     evaluation: ImageEvaluation
 
-    @property
-    def preprocessing(self) -> Preprocessing:
-        """For the checkpoint of the model."""
-        return self.evaluation.preprocessing
-
 
 def setup_training(
     recipe: ImageNetRecipe,
@@ -65,27 +60,23 @@ def setup_training(
         raise ValueError(f"{data} has one class, {classes[0]}; expected at least two")
     if config.sync_bn and distributed.device.type != "cuda":
         raise ValueError("sync_bn needs GPUs; on the CPU, leave it out: each process uses the statistics of its part")
-    batches = ImageBatches(train_source, recipe, seed=seed, distributed=distributed, loading=config.loading)
+    batches = ImageBatches(train_source, recipe, seed, distributed, config.loading)
     share = recipe.batch_size // distributed.world_size
     if config.micro_batch_size is not None and share % config.micro_batch_size:
         reason = f"expected a divisor of the {share} images that each process takes per step"
         raise ValueError(f"micro_batch_size is {config.micro_batch_size}; {reason}")
-    preprocessing = Preprocessing(tuple(classes), recipe.eval_size, recipe.eval_resize)
+    torch.manual_seed(seed)
+    shape = (3, recipe.size, recipe.size)
+    model = create_model(recipe.model, recipe.spec, dropout=recipe.dropout, input_shape=shape, num_classes=len(classes))
+    if recipe.start is not None:
+        checkpoint.load_weights(model, recipe.start)
+    preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize)
     return TrainingSetup(
         "imagenet" if (len(classes), len(train_source)) == IMAGENET else data.resolve().name,
-        Trainer(_create_model(recipe, len(classes), seed), recipe, config, distributed, preprocessing),
+        Trainer(model, recipe, config, distributed, preprocessing),
         batches,
         ImageEvaluation(val_source, preprocessing, distributed, config.loading),
     )
-
-
-def _create_model(recipe: ImageNetRecipe, classes: int, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    shape = (3, recipe.size, recipe.size)
-    model = create_model(recipe.model, recipe.spec, dropout=recipe.dropout, input_shape=shape, num_classes=classes)
-    if recipe.start is not None:
-        checkpoint.load_weights(model, recipe.start)
-    return model
 
 
 def train(
@@ -107,16 +98,17 @@ def train(
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more")
     setup = setup_training(recipe, data, seed, config, distributed)
-    described, source = describe_run(recipe, config), setup.batches.source
+    trainer, source = setup.trainer, setup.batches.source
+    described = describe_run(recipe, config)
     ensure_writable(results)
     summary = {"name": name, "seed": seed, **described, "images": len(source), "classes": len(source.classes)}
-    path = _prepare_folder(output, summary, setup.trainer.model, resume or _restarted(output), distributed)
+    path = _prepare_folder(output, summary, trainer, resume)
     torch.manual_seed(seed + 1 + distributed.rank)  # each process has its own dropout masks
     history = _fit(setup, recipe, path, f"{name}, seed {seed}")
     if distributed.is_main_process:
-        checkpoint.save(setup.trainer.model, output / MODEL, setup.preprocessing)
-        if setup.trainer.ema is not None:
-            checkpoint.save(setup.trainer.ema.module, output / EMA, setup.preprocessing)
+        checkpoint.save(trainer.model, output / MODEL, trainer.preprocessing)
+        if trainer.ema is not None:
+            checkpoint.save(trainer.ema.module, output / EMA, trainer.preprocessing)
         described |= {
             "schedule": f"{recipe.size} px",
             "processes": distributed.world_size,
@@ -133,15 +125,17 @@ def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str
     from deepsquare.training.progress import TrainingProgress  # imports rich
 
     config, is_main_process = setup.trainer.config, setup.trainer.distributed.is_main_process
+    progress = TrainingProgress(recipe, len(setup.batches), is_main_process)
     with ExitStack() as stack:
         signals = stack.enter_context(_record_signals())
-        progress = stack.enter_context(TrainingProgress(recipe, len(setup.batches), is_main_process))
-        write_log = stack.enter_context(_open_log(path.parent, config.tensorboard and is_main_process))
+        if progress.console.is_terminal:
+            stack.enter_context(progress.bar)
+        writer = stack.enter_context(_tensorboard(path.parent)) if config.tensorboard and is_main_process else None
 
         def on_epoch(history: History) -> None:
             progress.epoch(history)
             if is_main_process:
-                write_log(history)
+                _log_epoch(history, path.with_name(LOG), writer)
 
         try:
             return fit(
@@ -164,52 +158,37 @@ def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str
             raise KeyboardInterrupt(*error.args) if signal.SIGINT in signals else error from None
 
 
-def _restarted(output: Path) -> bool:
-    """Whether torchrun has restarted this process, after the same job had started the run in that folder."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return restarts > 0 and (output / JOB).exists() and (output / JOB).read_text() == _job_id()
-
-
-def _job_id() -> str:
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def _prepare_folder(
-    output: Path, summary: dict[str, Any], model: nn.Module, resume: bool, distributed: DistributedContext
-) -> Path:
+def _prepare_folder(output: Path, summary: dict[str, Any], trainer: Trainer, resume: bool) -> Path:
     """Check the folder of a run and its free space, write the summary, and return the path of the checkpoint."""
     ensure_writable(output)
-    path, summary = output / CHECKPOINT, json.loads(json.dumps(summary))  # tuples become lists, as in the file
+    path, summary_path, job_path = output / CHECKPOINT, output / SUMMARY, output / JOB
+    job, restarts = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    # A process that torchrun has restarted resumes, if the same job had started the run.
+    resume = resume or (restarts > 0 and job_path.exists() and job_path.read_text() == job)
+    summary = json.loads(json.dumps(summary))  # tuples become lists, as in the file
     if path.exists() and not resume:
         raise ValueError(f"{output} already contains a run; continue it with --resume, or choose another --output")
-    if resume and (output / SUMMARY).exists():
-        stored = _read_summary(output / SUMMARY)
+    if resume and summary_path.exists():
+        try:
+            stored = rename_keys(msgspec.json.decode(summary_path.read_bytes(), type=dict[str, Any]), RECIPE_KEYS)
+        except ValueError as error:
+            raise ValueError(f"{summary_path} is damaged ({error}); remove it, or choose another --output") from error
         if changed := [key for key in summary if stored.get(key) != summary[key]]:
             differences = "; ".join(f"{key} was {stored.get(key)}, is {summary[key]}" for key in changed)
             raise ValueError(f"{output} contains another run: {differences}. Choose another --output")
     copies = 5 + 3 * (summary["ema"] is not None)  # weights and momentum in the old and the new file; the result
-    needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in trainer.model.state_dict().values())
     free = shutil.disk_usage(output).free
     if free < needed:
         raise OSError(f"{output} has {free / 1e6:.0f} MB of free space; a run needs {needed / 1e6:.0f} MB")
-    distributed.all_gather(None)  # no process writes before all have checked
-    if distributed.is_main_process:
-        with atomic_write(output / SUMMARY) as temporary:
+    trainer.distributed.all_gather(None)  # no process writes before all have checked
+    if trainer.distributed.is_main_process:
+        with atomic_write(summary_path) as temporary:
             temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        (output / JOB).write_text(_job_id())
+        job_path.write_text(job)
         if not path.exists():
             (output / LOG).unlink(missing_ok=True)  # of a run whose checkpoint was removed
     return path
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); remove it, or choose another --output") from error
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} does not describe a run; remove it, or choose another --output")
-    return dict(rename_keys(summary, RECIPE_KEYS))
 
 
 @contextmanager
@@ -230,27 +209,19 @@ def _record_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _open_log(output: Path, tensorboard: bool) -> Iterator[Callable[[History], None]]:
-    """A function that appends the last epoch to the log as a line of JSON and, on request, to TensorBoard's files."""
-    writer: Any = None
-    if tensorboard:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError("--tensorboard needs TensorBoard: pip install 'deepsquare[tensorboard]'") from error
-        writer = SummaryWriter(str(output / "tensorboard"))
-
-    def write(history: History) -> None:
-        values = {key: value[-1] for key, value in asdict(history).items() if isinstance(value, list) and value}
-        line = {"epoch": history.epochs, **values, "seconds": round(history.seconds, 1), "time": round(time.time())}
-        with (output / LOG).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        for key, value in values.items() if writer else ():
-            writer.add_scalar(key, value, history.epochs)
-
+def _tensorboard(output: Path) -> Any:
     try:
-        yield write
-    finally:
-        if writer is not None:
-            writer.close()
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard needs TensorBoard: pip install 'deepsquare[tensorboard]'") from error
+    return SummaryWriter(str(output / "tensorboard"))
+
+
+def _log_epoch(history: History, path: Path, writer: Any) -> None:
+    """Append the last epoch to the log as a line of JSON and, if there is a writer, to TensorBoard's files."""
+    values = {key: value[-1] for key, value in asdict(history).items() if isinstance(value, list) and value}
+    line = {"epoch": history.epochs, **values, "seconds": round(history.seconds, 1), "time": round(time.time())}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    for key, value in values.items() if writer else ():
+        writer.add_scalar(key, value, history.epochs)

@@ -1,9 +1,9 @@
-"""A model in training: its optimizer, autocast, EMA and DDP wrapper, and all of their state as plain values."""
+"""A model in training: its optimizer, autocast, EMA and DDP wrapper, with all of their state; and its evaluation."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,24 +22,24 @@ from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import Recipe
 
 
-class StepSums(NamedTuple):
-    """Sums over the images of a batch that could be read, and the number of classes."""
+class EvalMetrics(NamedTuple):
+    """Mean loss, top-1 and top-5 accuracy on a set of images.
+
+    ``overflows`` counts the images without a finite loss; ``correct`` has one boolean per image, in their order.
+    """
 
     loss: float
-    correct: int
-    images: int
-    classes: int
+    accuracy: float
+    top5: float
+    overflows: int
+    correct: Tensor
 
 
 class Trainer:
     """A model with everything that its training steps need.
 
-    Args:
-        model: trained in place; with ``sync_bn``, ``trainer.model`` is a converted one.
-        recipe: gives the optimizer.
-        config: precision, EMA, micro-batches and so on.
-        distributed: the processes that share each batch, and this one's device.
-        preprocessing: normalizes batches of uint8 images on the device; without it, batches are used as they are.
+    The model is trained in place; with ``sync_bn``, ``trainer.model`` is a converted one. ``preprocessing`` normalizes
+    batches of uint8 images on the device; without it, batches are used as they are.
     """
 
     def __init__(
@@ -68,8 +68,12 @@ class Trainer:
         wrapped = self._ddp or model
         self._forward: Callable[[Tensor], Tensor] = torch.compile(wrapped) if config.compile else wrapped
 
-    def forward_backward(self, images: Tensor, labels: Tensor) -> StepSums:
-        """Compute the gradients of a batch, micro-batch by micro-batch."""
+    def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[float, int, int, int]:
+        """Compute the gradients of a batch, micro-batch by micro-batch.
+
+        Returns the sum of the losses, the number of correct answers and of images, and the number of classes; images
+        that cannot be decoded do not count.
+        """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         size = self.config.micro_batch_size or len(labels)
@@ -90,7 +94,7 @@ class Trainer:
             loss_sum += loss.item() * valid
             correct += int((logits.argmax(1) == targets).sum())
             valid_sum, classes = valid_sum + valid, logits.shape[1]
-        return StepSums(loss_sum, correct, valid_sum, classes)
+        return loss_sum, correct, valid_sum, classes
 
     def optimizer_step(self, lr: float) -> None:
         """Update the weights, and their EMA."""
@@ -143,6 +147,45 @@ class Trainer:
         if self.preprocessing is None:
             return images.to(self.distributed.device, non_blocking=True)
         return to_input(images, self.preprocessing, self.distributed.device, self.config.channels_last)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    distributed: DistributedContext = SINGLE_PROCESS,
+    logits: Callable[[Tensor], Tensor] | None = None,
+) -> EvalMetrics:
+    """Loss and accuracies over the batches of all processes, in eval mode; the model's mode is restored.
+
+    An image that could not be decoded is left out of the loss and counts as misclassified; so does one whose logits
+    contain NaN.
+    """
+    training = model.training
+    model.eval()
+    sums = torch.zeros(6, dtype=torch.float64)  # loss, decoded images, top-1, top-5, all images, overflows
+    hits: list[Tensor] = []
+    for images, labels in batches:
+        outputs = (logits or model)(images)
+        labels = labels.to(outputs.device)
+        losses = F.cross_entropy(outputs, labels, reduction="none", ignore_index=NO_LABEL)
+        targets = labels.where(~outputs.isnan().any(1), NO_LABEL)
+        top5 = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
+        hits.append((outputs.argmax(1) == targets).cpu())
+        counts = ((labels != NO_LABEL).sum(), hits[-1].sum(), top5.sum(), len(labels), (~losses.isfinite()).sum())
+        sums += torch.tensor([losses.sum().item(), *map(int, counts)], dtype=torch.float64)
+    model.train(training)
+    loss, decoded, top1_hits, top5_hits, count, overflows = distributed.all_reduce_sum(sums.tolist())
+    if not count:
+        raise ValueError("there is nothing to evaluate on; expected at least one batch (an iterator yields them once)")
+    if not decoded:
+        raise ValueError(f"none of the {count:.0f} images to evaluate on can be decoded; fetch them again")
+    correct = torch.empty(round(count), dtype=torch.bool)
+    for rank, shard in enumerate(distributed.all_gather(torch.cat(hits) if hits else None)):
+        if shard is not None:  # else a process without images
+            correct[rank :: distributed.world_size] = shard
+    return EvalMetrics(loss / decoded, top1_hits / count, top5_hits / count, round(overflows), correct)
 
 
 def to_input(images: Tensor, preprocessing: Preprocessing, device: torch.device, channels_last: bool = True) -> Tensor:

@@ -91,7 +91,10 @@ def test_all_sites(shell: Shell) -> None:
         ("info vanilla_cnn pooling+", "not a spec: 'pooling\\+'"),
         ("info vanilla_cnn excitation", "VanillaCNN has no branch_end site for the term 'excitation'"),
         ("info vit_b_16 pooling", "VisionTransformer is not a CNN"),
-        ("info resnet18 --input-shape 1 64 64", r"ResNet could not be run on an input of shape \(2, 1, 64, 64\)"),
+        (
+            "info resnet18 --input-shape 1 64 64",
+            r"ResNet could not be run on an input of shape \(2, 1, 64, 64\).* as --input-shape CHANNELS HEIGHT WIDTH$",
+        ),
         ("info vanilla_cnn --num-classes -1", "vanilla_cnn.*num_classes.*-1"),
         ("reproduce fig2 --networks 0", "networks is 0; expected at least 1"),
         ("reproduce table2 --seeds 0", "seeds is 0; expected at least 1"),

@@ -16,8 +16,8 @@ from scipy import stats
 
 from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, write_shards
 from deepsquare.data.jpeg import jpeg_size
-from deepsquare.data.source import FileNames
-from deepsquare.data.transforms import CropParams, center_crop, crop_params, random_crop
+from deepsquare.data.loader import BatchDataset
+from deepsquare.data.transforms import CropParams, center_crop, random_crop
 from deepsquare.preprocessing import Preprocessing
 
 
@@ -40,10 +40,11 @@ def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
     assert (source.classes, len(source)) == (("a",), 1)
 
 
-def test_names_keep_every_file_name() -> None:
-    given = ["a", "", "ü.jpg", os.fsdecode(b"\xff.jpg"), "b" * 300]
-    names = FileNames(given)
-    assert [names[index] for index in range(len(given))] == given
+def test_names_keep_every_file_name(tmp_path: Path) -> None:
+    files = sorted(["a.jpg", "ü.jpg", os.fsdecode(b"\xff.jpg"), "b" * 250 + ".jpg"])
+    touch(tmp_path, *(f"val/a/{file}" for file in files))
+    source = open_source(tmp_path, "val")
+    assert [source.name(index) for index in range(len(source))] == [f"{tmp_path}/val/a/{file}" for file in files]
 
 
 def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
@@ -291,10 +292,11 @@ def test_the_center_crop_is_torchvisions(width: int, height: int) -> None:
     assert torch.equal(F.center_crop(whole, [224]), whole[:, top : top + 224, left : left + 224])
 
 
-def test_crop_params_of_either_transform() -> None:
-    center = crop_params(Preprocessing(), 512, 256, seed=0, epoch=0, index=0)
+def test_the_crop_of_either_transform(tmp_path: Path) -> None:
+    source = open_source(touch(tmp_path, "val/a/1.jpg"), "val")
+    center = BatchDataset(source, [], Preprocessing(), seed=0, epoch=0).crop_for(0)(512, 256)
     assert center == CropParams(0, 0, 512, 256, (512, 256), (144, 16))
-    train = crop_params(TrainTransform(96), 512, 256, seed=1, epoch=2, index=3)
+    train = BatchDataset(source, [], TrainTransform(96), seed=1, epoch=2).crop_for(3)(512, 256)
     assert train == random_crop(TrainTransform(96), 512, 256, 1, 2, 3)
     assert (train.resized, train.corner) == ((96, 96), (0, 0))
 

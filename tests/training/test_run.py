@@ -287,6 +287,9 @@ def test_the_recipes_are_listed(shell: Shell) -> None:
     code, output = shell("train", "resnet50+pooling", "--help")
     assert "--weight-decay" in output
     assert "0.0001" in output
+    options = " ".join(output.replace("│", " ").split())
+    assert "the model's default if None. (in most recipes: 0.2)" in options
+    assert "Name of the base network. (by default that of the recipe)" in options
 
 
 @pytest.mark.parametrize(

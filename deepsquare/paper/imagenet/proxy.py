@@ -87,7 +87,8 @@ class ImageFolderTraining:
         torch.manual_seed(run.seed)
         row = train_to_row(run, setup.trainer, setup.batches, setup.evaluation, checkpoint, on_progress)
         info = RunInfo(run.row, run.seed, run.init_from)
-        save(setup.trainer.model, model_path(checkpoint.parent, **asdict(info)), setup.preprocessing, run=info)
+        path = model_path(checkpoint.parent, **asdict(info))
+        save(setup.trainer.model, path, setup.trainer.preprocessing, run=info)
         return row
 
 

@@ -1,22 +1,24 @@
-"""What verbs that read a checkpoint share."""
+"""What verbs share: an option, and reading a checkpoint."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-if TYPE_CHECKING:
-    from torch import nn
+import tyro
+from torch import nn
 
-    from deepsquare.preprocessing import Preprocessing
+from deepsquare.checkpoint import load, read_header
+from deepsquare.export.runtimes import is_exported
+from deepsquare.preprocessing import Preprocessing
+from deepsquare.training.run import CHECKPOINT, MODEL
+
+AsJson = Annotated[bool, tyro.conf.arg(name="json", help="Print JSON.")]
 
 
 def model_file(path: Path) -> Path:
     """The model of a checkpoint, or of the folder of a training run."""
-    from deepsquare.export.runtimes import is_exported
-    from deepsquare.training.run import CHECKPOINT, MODEL
-
     if is_exported(path):
         raise ValueError(f"{path} is an exported file; give the checkpoint that it was exported from")
     file = path / MODEL if path.is_dir() else path
@@ -29,15 +31,12 @@ def model_file(path: Path) -> Path:
 
 def load_model(file: Path) -> tuple[nn.Module, Preprocessing]:
     """The model of a checkpoint and its preprocessing; ImageNet's if the checkpoint has none."""
-    from deepsquare.checkpoint import load, read_header
-    from deepsquare.preprocessing import Preprocessing
-
     model, header = load(file), read_header(file)
     if header.preprocessing:
         return model, header.preprocessing
     preprocessing = Preprocessing()
-    if header.input_shape and header.input_shape[-1] != preprocessing.size:
-        preprocessing = Preprocessing(size=header.input_shape[-1], resize=header.input_shape[-1])
+    if header.input_shape and (size := header.input_shape[-1]) != preprocessing.size:
+        preprocessing = Preprocessing(size=size, resize=size)
     warnings.warn(
         f"{file} does not say how images become its input (deepsquare.save has preprocessing=… for that); using a "
         f"center crop of {preprocessing.size} × {preprocessing.size} after resizing the shorter side to "
