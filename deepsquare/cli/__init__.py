@@ -1,7 +1,5 @@
 """The command line: one file per verb, one parser for all of them."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """What verbs share: an option, and reading a checkpoint."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Annotated

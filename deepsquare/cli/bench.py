@@ -1,7 +1,5 @@
 """Measure candidates side by side, interleaved in rounds within one run."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``deepsquare eval``: the accuracy of a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

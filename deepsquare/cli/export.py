@@ -1,7 +1,5 @@
 """``deepsquare export``: a checkpoint as a file for another runtime."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``deepsquare info``: the sites of a model, and its cost."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

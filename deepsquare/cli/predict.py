@@ -1,7 +1,5 @@
 """``deepsquare predict``: the likeliest classes of images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``deepsquare report``: one page from the rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 RESULTS, FIGURES = Path("results"), Path("docs/figures")  # in a clone of the repository

@@ -1,7 +1,5 @@
 """Run an experiment of the paper, then update the report."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``deepsquare train``: train a network by a recipe of the paper."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections import Counter

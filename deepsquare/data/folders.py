@@ -1,7 +1,5 @@
 """One folder of images per class, as torchvision's ImageFolder reads them."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections import Counter

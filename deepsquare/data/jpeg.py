@@ -1,7 +1,5 @@
 """The size of a JPEG from its header, without a decoder."""
 
-from __future__ import annotations
-
 import struct
 
 FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, with Huffman coding

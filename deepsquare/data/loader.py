@@ -1,7 +1,5 @@
 """Batches of images for given indices, by one of three pipelines."""
 
-from __future__ import annotations
-
 import importlib.util
 import signal
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Decoding by Pillow and torchvision: slow, and the reference for the other pipelines."""
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 All headers are read once, when the source is opened; reading an image is then one read at its offset.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

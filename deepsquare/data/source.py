@@ -1,7 +1,5 @@
 """The interface of a source of images, however they are stored."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

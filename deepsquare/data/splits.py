@@ -1,7 +1,5 @@
 """Opens the splits of a data set, each made of class folders or of shards."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

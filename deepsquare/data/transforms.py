@@ -4,8 +4,6 @@ A random crop depends on the seed, the epoch and the index of the image only: no
 that reads them or the pipeline. An epoch that is resumed therefore yields the same images as one that was not stopped.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ An image much larger than its result is decoded at half, a quarter or an eighth 
 less; what remains is still at least ``MARGIN`` times as large as the result.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 

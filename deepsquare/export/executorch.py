@@ -1,7 +1,5 @@
 """ExecuTorch programs (.pte) for phones and boards, delegated to XNNPACK."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export a model to a runtime's format, run it there and compare its logits with the model's."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Image files as the input of an exported model."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Sequence

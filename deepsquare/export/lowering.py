@@ -5,8 +5,6 @@ operations to the exported graph. The modules below do without them, because α 
 float32: a mean of squares is one product and one mean, and the factor G / (G + α²) one addition and one division.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

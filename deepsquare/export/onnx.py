@@ -1,7 +1,5 @@
 """ONNX files, run by onnxruntime on the CPU."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The export runtimes: a new one is a file beside this one, and a line here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

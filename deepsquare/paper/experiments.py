@@ -3,8 +3,6 @@
 The modules that need the extra ``paper`` are imported when an experiment runs.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

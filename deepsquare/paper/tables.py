@@ -4,8 +4,6 @@ NOTE not in paper: the scale of Square-Softmin is per channel on CIFAR-10, as Eq
 ImageNet, as Section 5 says; DeepSquare6 and DeepSquare8 use the scaled, negative form of DeepSquare5s-.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deepsquare.training.named_recipes import LONGER, RECIPES

@@ -1,7 +1,5 @@
 """The verdict on a claim of the paper. The page states this rule; change both together."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from deepsquare.paper.statistics import Interval

@@ -1,7 +1,5 @@
 """The processes that train one model together, as started by ``torchrun``; or a single process."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Batches of a source of images for training and evaluation; each process gets its part of every batch."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Generator, Sequence

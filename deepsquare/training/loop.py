@@ -1,7 +1,5 @@
 """The training loop: epochs of steps, evaluation, checkpoints, and a stop when the run diverges."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import logging

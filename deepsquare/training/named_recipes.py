@@ -4,8 +4,6 @@ NOTE not in paper: which networks count as "the CNNs with DeepSquare" for dropou
 are trained without.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping

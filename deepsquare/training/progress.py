@@ -1,7 +1,5 @@
 """The progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import math
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A training run on a folder of images: checks, resume, signals, log, and the row of its result."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A model in training: its optimizer, autocast, EMA and DDP wrapper, with all of their state; and its evaluation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@ Each round measures every candidate once, and ratios are taken within a round, s
 affects all candidates alike. A result is the median over the rounds with its 95% interval.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ a list of images and stops the workers. "Decoding alone" is libjpeg-turbo in one
 lower bound, per core, for a pipeline that decodes whole images.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ by their place in memory: candidates are compared with the mean of both, and the
 the measurement.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

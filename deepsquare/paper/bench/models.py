@@ -4,8 +4,6 @@ The plain and the equipped network are run alternately, one iteration each, and 
 neighbors. Networks run in eager mode, in channels_last.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ function without the kernels; and timm's channel attention modules for the same 
 read is a sum over the map, a copy its ``clone``, and two maps read for one written an addition.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

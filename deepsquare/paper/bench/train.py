@@ -4,8 +4,6 @@ The standard loop is torchvision's CIFAR10 dataset and transforms with a DataLoa
 process of its own and is idle while another is measured.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 import warnings

@@ -5,8 +5,6 @@ chosen by the accuracy of the *Original* row on 5,000 training images held out f
 (``deepsquare reproduce recipe``). Its three schedules differ in the number of epochs only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial

@@ -4,8 +4,6 @@ The networks are those that ``deepsquare reproduce proxy`` trained, on class fol
 training images; the accuracy is that on all validation images.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The weights are random, with batch normalization set to the statistics of the in
 depend on training.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 import warnings

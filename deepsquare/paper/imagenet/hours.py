@@ -1,7 +1,5 @@
 """Estimated training time of a recipe on eight GPUs, from the measured throughput of ResNet50."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deepsquare.cost import Cost, cost_of

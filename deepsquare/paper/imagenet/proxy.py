@@ -8,8 +8,6 @@ The recipe is the paper's except for image size, epochs, batch size (with the le
 chosen by a result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``deepsquare bench`` measured: techniques against the plain network, functions against the memory bandwidth."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

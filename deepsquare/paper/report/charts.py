@@ -3,8 +3,6 @@
 Colors are CSS variables of ``style.css``, so that each chart follows the page's light or dark mode.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Exported networks: how far they differ from their models, what int8 costs, and their latency."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

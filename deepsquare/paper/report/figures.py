@@ -1,7 +1,5 @@
 """Figures 2 to 6: titles, images and the results in the rows; the template has the paper's claims."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page: all results and figures in one HTML file that needs no network, and the numbers as Markdown."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
