@@ -1,5 +1,7 @@
 """How a run is computed on this machine; what it computes is the recipe's."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

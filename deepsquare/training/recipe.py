@@ -1,5 +1,7 @@
 """Recipes: the hyperparameters that decide the result of a training run, together with the data and the seed."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
