@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from deepsquare.surgery.site import Site
-from deepsquare.surgery.techniques import BASELINES, TECHNIQUES, Technique
+from deepsquare.surgery.techniques import BASELINES, SURGERY_OPTIONS, TECHNIQUES, Technique
 
 ALIASES = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
 """GSoP-Net1 and GSoP-Net2, and the specs they stand for."""
@@ -58,7 +58,8 @@ class Term:
             for name, value in self.options:
                 if name in COUNTS and value < 1:
                     raise ValueError(f"{name} is {value}; expected at least 1")
-            return self.technique.build(site, **dict(self.options))
+            options = {name: self.option(name) for name in self.technique.options if name not in SURGERY_OPTIONS}
+            return self.technique.build(site, **options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the term {self} of the spec: {error}") from error
 
