@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsquare.baselines.second_order import signed_root
-from deepsquare.baselines.second_order_pooling import SecondOrderPooling
+from deepsquare.baselines.second_order import SecondOrderPooling, signed_root
 
 Model = TypeVar("Model", bound=nn.Module)
 PER_IMAGE = 16  # positions per image that the mixture is fitted to

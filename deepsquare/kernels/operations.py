@@ -5,19 +5,81 @@ An operation decorates its eager reference, which :mod:`deepsquare.functional` d
     @kernels.ReLUSquare
     def _relu_square(x): ...
 
-A call then runs the kernels of the backend that :mod:`deepsquare.kernels.dispatch` selects, or the reference.
+A call then runs the kernels of the backend that :func:`backend_for` selects, or the reference. The kernels run in eager
+mode on plain tensors. Whatever inspects or transforms operations (``torch.compile``, ``torch.export``, tracing,
+``vmap`` and other function transforms, forward-mode AD, fake tensors, dispatch modes, tensor subclasses) gets the eager
+reference instead, and so does a second derivative.
+
+``DEEPSQUARE_KERNELS=0`` in the environment, or :func:`without_kernels`, turns the kernels off.
 """
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from deepsquare.kernels import blockwise, dispatch
+from deepsquare.kernels import blockwise, cpu
 from deepsquare.kernels.cpu import Kernel, match_layout
+
+_enabled = ContextVar("_enabled", default=os.environ.get("DEEPSQUARE_KERNELS") != "0")
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Run the eager references inside this context, to compare with the kernels or to debug a difference."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def backend_for(*inputs: Tensor) -> ModuleType | None:
+    """The backend, ``cpu`` or ``gpu``, for ``inputs``, the map first; None for the eager reference."""
+    if not runs_eagerly(*inputs) or not _enabled.get() or torch._C._len_torch_dispatch_stack() > 0:
+        return None  # a dispatch mode, such as a FLOP counter, sees PyTorch's operations only
+    x = inputs[0]
+    if x.is_cpu:
+        return cpu if cpu.supports(x) else None
+    if x.is_cuda:
+        from deepsquare.kernels import gpu  # imports Triton
+
+        return gpu if gpu.supports(x) else None
+    return None
+
+
+def runs_eagerly(*inputs: Tensor) -> bool:
+    """Whether ``inputs`` are plain tensors of one device and nothing compiles, traces or transforms the operations.
+
+    Runs at every call: cheap checks come first. ``is_compiling`` leads, since a compiler cannot trace the others.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    x = inputs[0]
+    on_cpu = x.is_cpu
+    for tensor in inputs:
+        if not _is_plain_tensor(tensor) or not (tensor.is_cpu if on_cpu else tensor.device == x.device):
+            return False
+    return not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
+
+
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    """A strided tensor, not a subclass, whose storage holds its values."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and torch._C._has_storage(tensor)  # a vmapped tensor has none
+    )
 
 
 class Operation:
@@ -44,7 +106,7 @@ class Operation:
 
     def backend_for(self, *inputs: Tensor) -> ModuleType | None:
         """The backend for ``inputs``, the map first; None for the eager reference."""
-        return dispatch.backend_for(*inputs)
+        return backend_for(*inputs)
 
     def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What the backward pass needs, the map first."""
@@ -74,7 +136,7 @@ class MeanSquare(Operation):
 
     def backend_for(self, *inputs: Tensor) -> ModuleType | None:
         """Also ``blockwise``, where no kernel takes the map and nothing compiles, traces or transforms it."""
-        return dispatch.backend_for(*inputs) or (blockwise if dispatch.runs_eagerly(*inputs) else None)
+        return backend_for(*inputs) or (blockwise if runs_eagerly(*inputs) else None)
 
 
 class SquareExcitation(Operation):
