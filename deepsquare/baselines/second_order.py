@@ -1,7 +1,7 @@
 """Second-order statistics of a map, their normalizations, and the poolings by them.
 
-Callers compute the statistics in :func:`fp32_context`: a covariance is a sum of products, and a matrix root loses half of
-the digits. A pooling takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1): more values than channels, for a
+Callers compute the statistics in :func:`fp32_context`: a covariance is a sum of products, and a matrix root loses half
+of the digits. A pooling takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1): more values than channels, for a
 wider classifier.
 """
 

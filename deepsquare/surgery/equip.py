@@ -1,16 +1,16 @@
 """Adding techniques to the sites of a model, and removing them."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 
-from deepsquare.surgery import head
+from deepsquare.surgery import changes
 from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
 from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
-from deepsquare.surgery.reset_gammas import refuse_zero_convolutions, reset_gammas, restore_gammas, warn_reset
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
 from deepsquare.surgery.trace import Graph, trace
@@ -27,7 +27,7 @@ class EquipRecord:
     dropout: float | None  # the ratio before the last fully connected layer; None if it was not set
     sites: Sites  # of the base model, each with the term that fills it
     reset_gammas: tuple[str, ...]  # the parameters (γ of a normalization) that were set from 0 to 1
-    patches: tuple[head.Patch, ...]  # changes to the base model in order: strides, a wider layer, a dropout ratio
+    patches: tuple[changes.Patch, ...]  # changes to the base model in order: strides, a wider layer, a dropout ratio
 
 
 def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape: Sequence[int] | None = None) -> Model:
@@ -56,7 +56,7 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     if not terms and dropout is None:
         return model
     graph = trace(model, input_shape)
-    patches: list[head.Patch] = []
+    patches: list[changes.Patch] = []
     try:
         record = _insert_terms(model, terms, dropout, graph, patches)
         model.deepsquare_record = record  # type: ignore[assignment]
@@ -64,34 +64,38 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         _remove_terms(model, patches)
         raise
     if record.reset_gammas:
-        warn_reset(record.reset_gammas)
+        warnings.warn(
+            f"{len(record.reset_gammas)} layers at the end of a block were initialized with γ = 0 "
+            f"({record.reset_gammas[0]}, …), where an excitation gets no gradient; they now start at γ = 1. Build the "
+            "model without zero initialization of the residual branch (zero_init_residual=False, "
+            "zero_init_last=False), if possible, to avoid this warning",
+            stacklevel=2,
+        )
     return model
 
 
 def _insert_terms(
-    model: nn.Module, terms: Sequence[Term], dropout: float | None, graph: Graph, patches: list[head.Patch]
+    model: nn.Module, terms: Sequence[Term], dropout: float | None, graph: Graph, patches: list[changes.Patch]
 ) -> EquipRecord:
     """Equip the model; ``patches`` receives each change of a base module as soon as it is made."""
     if any(term.option("dense") for term in terms):
-        patches += head.make_dense(model, graph)
-        graph = head.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
+        patches += changes.make_dense(model, graph)
+        graph = changes.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
     sites = find_sites(model, graph)
     assigned = _assign(model, terms, graph, sites)
     modules = {site: term.build(site) for site, term in assigned.items()}
-    needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
-    if needs_nonzero_branch:
-        refuse_zero_convolutions(model, sites)
     if dropout is not None:
-        patches += head.set_dropout(model, sites, dropout)
+        patches += changes.set_dropout(model, sites, dropout)
     for site, module in modules.items():
-        patches += head.widen(model, graph, site, module)
+        patches += changes.widen(model, graph, site, module)
         insert(model, site, assigned[site].name, module)
     if any(patch.attribute == "weight" for patch in patches):
-        head.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
+        changes.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
     fuse_blocks(model)
-    names = reset_gammas(model, sites) if needs_nonzero_branch else ()
+    needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
+    gammas = changes.reset_gammas(model, sites) if needs_nonzero_branch else ()
     filled = sites.filled({site: str(term) for site, term in assigned.items()})
-    return EquipRecord(format_spec(terms), dropout, filled, names, tuple(patches))
+    return EquipRecord(format_spec(terms), dropout, filled, gammas, tuple(patches))
 
 
 def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
@@ -116,10 +120,10 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
     return assigned
 
 
-def _remove_terms(model: nn.Module, patches: Sequence[head.Patch]) -> None:
+def _remove_terms(model: nn.Module, patches: Sequence[changes.Patch]) -> None:
     unfuse_blocks(model)
     remove_inserted(model)
-    head.revert(model, patches)
+    changes.revert(model, patches)
 
 
 def unequip(model: Model) -> Model:
@@ -129,7 +133,7 @@ def unequip(model: Model) -> Model:
     if record is None:
         return model
     _remove_terms(model, record.patches)
-    restore_gammas(model, record.reset_gammas)
+    changes.restore_gammas(model, record.reset_gammas)
     del model.deepsquare_record
     return model
 

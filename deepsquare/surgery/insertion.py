@@ -45,15 +45,11 @@ class DynamicSubclass(nn.Module):
         return _new, (self.deepsquare_mixin, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
 
 
-_classes: dict[tuple[type[DynamicSubclass], type[nn.Module]], type[DynamicSubclass]] = {}
-
-
+@cache
 def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
     """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
-    if (mixin, base) not in _classes:
-        names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
-        _classes[mixin, base] = type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
-    return _classes[mixin, base]
+    names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+    return type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
 
 
 def _new(mixin: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
@@ -86,6 +82,17 @@ class WithInserted(DynamicSubclass):
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without inserted modules."""
     return module.deepsquare_base if isinstance(module, WithInserted) else type(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook or a patched ``forward`` observes the module's own input or output."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
 
 
 def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:

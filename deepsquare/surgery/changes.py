@@ -1,4 +1,9 @@
-"""Changes to the head of the base model: strides of the last stage, width of the classifier, dropout."""
+"""Changes to the base model: strides of the last stage, width of the classifier, dropout, and blocks with γ = 0.
+
+NOTE not in paper: where the last γ of a block and the bias are 0 (``zero_init_residual``) the branch is F = 0, so
+G = 0, s = 0 and d(s·F)/dF = 0: with Square-Excitation neither γ nor α would ever get a gradient. So γ is set to 1. A
+zero γ beside a nonzero bias (a trained one) gives F ≠ 0 and is kept.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from deepsquare.surgery.finder import last_strides, layer_after_pooling
 from deepsquare.surgery.insertion import insert
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.trace import Graph, trace
+
+NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass(frozen=True)
@@ -98,3 +107,39 @@ def set_dropout(model: nn.Module, sites: Sites, ratio: float) -> list[Patch]:
         return [_patch(model, sites.dropout, "p", ratio)]
     insert(model, Site("named", sites.classifier, "input", ()), "dropout", nn.Dropout(ratio))
     return []
+
+
+def reset_gammas(model: nn.Module, sites: Sites) -> tuple[str, ...]:
+    """Set γ = 0 with a zero bias to γ = 1 in all blocks; returns the names of the parameters that were reset.
+
+    A branch that ends in a convolution with zero weights is refused, as it has no γ.
+    """
+    branch_ends = sites.of_kind("branch_end")
+    for site in branch_ends:
+        module = model.get_submodule(site.path)
+        if isinstance(module, _ConvNd) and _is_zero(module.weight):
+            raise ValueError(
+                f"the branch end {site.path} is a convolution with zero weights, where an excitation gets no gradient; "
+                "build the model without zero initialization of the residual branch (zero_init_last=False), or load "
+                "its weights first"
+            )
+    names: list[str] = []
+    for path in dict.fromkeys(site.block or site.path for site in branch_ends):
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            gamma = "weight" if isinstance(module, NORMS) else "gain"  # the gain of timm's scaled convolutions
+            values, bias = getattr(module, gamma, None), getattr(module, "bias", None)
+            if isinstance(values, nn.Parameter) and _is_zero(values) and (bias is None or _is_zero(bias)):
+                nn.init.ones_(values)
+                names.append(f"{name}.{gamma}")
+    return tuple(names)
+
+
+def restore_gammas(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Set back to 0 those that were not trained since :func:`reset_gammas`."""
+    for gamma in map(model.get_parameter, names):
+        if bool((gamma == 1).all()):
+            nn.init.zeros_(gamma)
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and not bool(value.any())
