@@ -96,11 +96,8 @@ class GeM(nn.Module):
         self.initial_p = p
         self.eps = eps
         self.keepdim = keepdim
-        self.p: nn.Parameter | float = p
-        if learnable:
-            del self.p  # nn.Module stores parameters apart from attributes
-            self.p = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-            self.reset_parameters()
+        initial = torch.full((1,), float(p), device=device, dtype=dtype)
+        self.p: nn.Parameter | float = nn.Parameter(initial) if learnable else p
 
     def reset_parameters(self) -> None:
         """Set a learned p to its initial value."""

@@ -39,7 +39,7 @@ class GatherExcite(nn.Module):
         self.extent = extent
         self.size = tuple(size) if learned and not extent else None
         self.gather = _gather(channels, size, extent) if learned else _average(extent)
-        init_kaiming(self.gather)
+        self.gather.apply(init_kaiming)
         self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class GSoP(nn.Module):
         self.norm = nn.BatchNorm2d(size)
         self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix separately
         self.expand = nn.Conv2d(4 * size, channels, 1)
-        init_kaiming(self)
+        self.apply(init_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to the same shape."""

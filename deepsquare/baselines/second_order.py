@@ -44,20 +44,16 @@ def root_by_eigenvalues(matrix: Tensor) -> Tensor:
     return root
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """LAPACK's divide and conquer may not converge on an ill-conditioned matrix in float32; in float64 it does."""
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
-    return values, vectors
-
-
 class _RootByEigenvalues(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        values, vectors = _eigh(torch.where(finite, matrix, 0))  # eigh fails on values that are not finite
+        matrix = torch.where(finite, matrix, 0)  # eigh fails on values that are not finite
+        try:
+            values, vectors = torch.linalg.eigh(matrix)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            # LAPACK's divide and conquer may not converge on an ill-conditioned matrix in float32; in float64 it does.
+            values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
         # Eigenvalues within rounding error are zero, whatever their sign.
         noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
         roots = torch.where(values > noise, values, 0).sqrt()
@@ -175,18 +171,15 @@ class SecondOrderPooling(nn.Module, ABC):
         """(N, C, H, W) to (N, out_channels)."""
 
 
-def init_kaiming(module: nn.Module) -> None:
-    """Initialize every convolution as in ResNet and the authors' releases: normal, by the fan-out."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+def init_kaiming(layer: nn.Module) -> None:
+    """Initialize a convolution as in ResNet and the authors' releases: normal, by the fan-out."""
+    if isinstance(layer, nn.Conv2d):
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _reduction(channels: int, size: int) -> nn.Sequential:
     layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
-    reduction = nn.Sequential(*layers)
-    init_kaiming(reduction)
-    return reduction
+    return nn.Sequential(*layers).apply(init_kaiming)
 
 
 class CovariancePooling(SecondOrderPooling):

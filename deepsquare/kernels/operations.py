@@ -114,7 +114,13 @@ class Operation:
 
     def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:
         """The gradients by the eager reference, which can be differentiated again."""
-        return _eager_gradients(self.eager, saved, needed, grad)
+        create_graph = torch.is_grad_enabled()
+        differentiated = [tensor for tensor, need in zip(saved, needed, strict=True) if need]
+        if not differentiated:
+            return [None] * len(saved)
+        with torch.enable_grad():
+            grads = iter(torch.autograd.grad(self.eager(*saved), differentiated, grad, create_graph=create_graph))
+        return [next(grads) if need else None for need in needed]
 
 
 class MeanSquare(Operation):
@@ -170,10 +176,10 @@ class SquareExcitation(Operation):
 
 
 class SquareExcitationAddReLU(SquareExcitation):
-    """max(0, F · s + residual), the end of a residual block; decorates the reference of F · s."""
+    """max(0, F · s + residual), the end of a residual block; built from the operation F · s."""
 
-    def __init__(self, excitation: Callable[..., Tensor]) -> None:
-        super().__init__(lambda x, alpha, residual: torch.relu(excitation(x, alpha) + residual))
+    def __init__(self, excitation: SquareExcitation) -> None:
+        super().__init__(lambda x, alpha, residual: torch.relu(excitation.eager(x, alpha) + residual))
         self.excitation = excitation
 
     def __call__(self, *inputs: Tensor, inplace: bool = False) -> Tensor:
@@ -193,7 +199,7 @@ class SquareExcitationAddReLU(SquareExcitation):
         """As in ``Operation``; the gradient of the residual is that of the sum."""
         *inputs, result = saved
         grad_masked = grad.masked_fill(result <= 0, 0)
-        return *_eager_gradients(self.excitation, inputs, needed[:2], grad_masked), grad_masked
+        return *self.excitation.eager_backward(needed[:2], grad_masked, *inputs), grad_masked
 
 
 class ReLUSquare(Operation):
@@ -244,15 +250,3 @@ def _requires_grad(*inputs: Tensor) -> bool:
 def _overlap_partly(x: Tensor, other: Tensor) -> bool:
     same_storage = x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return same_storage and x.data_ptr() != other.data_ptr()
-
-
-def _eager_gradients(
-    eager: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
-) -> Iterator[Tensor | None]:
-    create_graph = torch.is_grad_enabled()
-    differentiated = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    if not differentiated:
-        return iter([None] * len(inputs))
-    with torch.enable_grad():
-        grads = iter(torch.autograd.grad(eager(*inputs), differentiated, grad, create_graph=create_graph))
-    return (next(grads) if need else None for need in needed)

@@ -2,10 +2,8 @@
 
 from deepsquare.surgery.equip import EquipRecord, equip, equip_record, intact_record, is_folded, sites, unequip, unwrap
 from deepsquare.surgery.fold import fold
-from deepsquare.surgery.insertion import PREFIX
-from deepsquare.surgery.site import KINDS, Kind, Site, Sites
-from deepsquare.surgery.spec import Term, format_spec, parse_spec
-from deepsquare.surgery.techniques import TECHNIQUES, Technique
+from deepsquare.surgery.site import KINDS, PREFIX, Kind, Site, Sites
+from deepsquare.surgery.techniques import TECHNIQUES, Technique, Term, format_spec, parse_spec
 
 __all__ = [
     "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Kind", "Site", "Sites", "Technique", "Term", "equip",

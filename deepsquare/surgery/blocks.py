@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass, is_watched
+from deepsquare.surgery.site import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass, is_watched
 
 EXCITATION = PREFIX + "excitation"
 
@@ -62,13 +62,6 @@ def fuse_blocks(model: nn.Module) -> None:
         plain = not isinstance(block, DynamicSubclass)  # nothing is inserted at the block itself
         if plain and layers and hasattr(getattr(block, layers[-1]), EXCITATION):
             block.__class__ = dynamic_subclass(FusedBlock, type(block))
-
-
-def unfuse_blocks(model: nn.Module) -> None:
-    """The opposite of :func:`fuse_blocks`."""
-    for block in model.modules():
-        if isinstance(block, FusedBlock):
-            block.__class__ = block.deepsquare_base  # type: ignore[assignment]
 
 
 def _fusable_norm(block: FusedBlock) -> WithInserted | None:

@@ -15,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from deepsquare.surgery.finder import last_strides, layer_after_pooling
-from deepsquare.surgery.insertion import insert
-from deepsquare.surgery.site import Site, Sites
+from deepsquare.surgery.site import Site, Sites, insert
 from deepsquare.surgery.trace import Graph, trace
 
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
@@ -132,13 +131,6 @@ def reset_gammas(model: nn.Module, sites: Sites) -> tuple[str, ...]:
                 nn.init.ones_(values)
                 names.append(f"{name}.{gamma}")
     return tuple(names)
-
-
-def restore_gammas(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Set back to 0 those that were not trained since :func:`reset_gammas`."""
-    for gamma in map(model.get_parameter, names):
-        if bool((gamma == 1).all()):
-            nn.init.zeros_(gamma)
 
 
 def _is_zero(value: object) -> bool:

@@ -8,14 +8,12 @@ from typing import TypeVar
 from torch import nn
 
 from deepsquare.surgery import changes
-from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
+from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
-from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
-from deepsquare.surgery.site import Site, Sites
-from deepsquare.surgery.spec import Term, format_spec, parse_spec
+from deepsquare.surgery.site import PREFIX, Site, Sites, WithInserted, insert, remove_inserted
+from deepsquare.surgery.techniques import Term, format_spec, parse_spec
 from deepsquare.surgery.trace import Graph, trace
 
-FOLDED = "deepsquare_folded"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -106,7 +104,9 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
         if term.after is not None or kind is None:
             chosen = [named_site(model, graph, term.after or "", term.name)]
         elif candidates := sites.of_kind(kind):
-            chosen = term.choose(candidates)
+            ends = list({site.stage: site for site in candidates}.values())
+            stages = ends if term.option("last") else ends[:-1]
+            chosen = stages if term.technique.stage_ends else candidates
         else:
             hint = f". {term.name}(after='…') acts after a module you name" if "after" in term.technique.options else ""
             raise ValueError(
@@ -121,7 +121,6 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
 
 
 def _remove_terms(model: nn.Module, patches: Sequence[changes.Patch]) -> None:
-    unfuse_blocks(model)
     remove_inserted(model)
     changes.revert(model, patches)
 
@@ -133,7 +132,9 @@ def unequip(model: Model) -> Model:
     if record is None:
         return model
     _remove_terms(model, record.patches)
-    changes.restore_gammas(model, record.reset_gammas)
+    for gamma in map(model.get_parameter, record.reset_gammas):
+        if bool((gamma == 1).all()):  # not trained since it was set to 1
+            nn.init.zeros_(gamma)
     del model.deepsquare_record
     return model
 
@@ -179,7 +180,7 @@ def intact_record(model: nn.Module, *, allow_inner: bool = False) -> EquipRecord
 
 def is_folded(model: nn.Module) -> bool:
     """Whether the model is the inference form that :func:`deepsquare.fold` returns."""
-    return bool(getattr(model, FOLDED, False))
+    return bool(getattr(model, "deepsquare_folded", False))
 
 
 def _refuse_wrapped_and_folded(model: nn.Module) -> None:

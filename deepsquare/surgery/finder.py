@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from deepsquare.surgery.insertion import base_class
-from deepsquare.surgery.site import Kind, Site, Sites
+from deepsquare.surgery.site import Kind, Site, Sites, base_class
 from deepsquare.surgery.trace import VIEWS, Call, Graph, Node
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -11,9 +11,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
-from deepsquare.surgery.equip import FOLDED, intact_record, is_folded, unwrap
+from deepsquare.surgery.equip import intact_record, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
-from deepsquare.surgery.insertion import SITE, base_class, is_watched
+from deepsquare.surgery.site import SITE, base_class, is_watched
 from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,7 +43,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
         _merge_batch_norms(folded, graph)
     _merge_relus(folded, graph)
     _remove_dropout(folded)
-    setattr(folded, FOLDED, True)
+    folded.deepsquare_folded = True  # type: ignore[assignment]
     return folded
 
 

@@ -6,14 +6,25 @@ logits              after the last fully connected layer
 branch_end          the main branch's output, just before it is added or concatenated to the shortcut
 last_spatial_conv   the input of the main branch's last spatial convolution
 =================== ========================================================================================
-"""
 
-from __future__ import annotations
+An inserted module becomes a child of the module at the site, named ``deepsquare_<term>``, and that module's ``forward``
+runs it on its input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict`` keys,
+attributes and indexing stay the same, and the new keys are recognized by their prefix.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal, Self
 
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from deepsquare.surgery.trace import float_tensor
+
+PREFIX = "deepsquare_"
+SITE = "deepsquare_site"
 Kind = Literal["pooling", "logits", "branch_end", "last_spatial_conv", "named"]
 KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv")
 
@@ -64,7 +75,7 @@ class Sites:
     def __len__(self) -> int:
         return len(self.sites)
 
-    def filled(self, terms: dict[Site, str]) -> Sites:
+    def filled(self, terms: dict[Site, str]) -> Self:
         """The same sites with the terms that now fill them; sites at named modules are added."""
         sites = dict.fromkeys((*self.sites, *terms))
         return replace(self, sites=tuple(replace(site, term=terms.get(site, "")) for site in sites))
@@ -82,3 +93,120 @@ class Sites:
             lines.append(line + ("  (pools here: the pooling itself is not a module)" if functional else ""))
         lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
         return "\n".join(lines)
+
+
+def insert(model: nn.Module, site: Site, term: str, module: nn.Module) -> None:
+    """Let ``module`` act at ``site`` of ``model``, in the model's precision, on its device and in its mode."""
+    anchor = float_tensor(model)
+    module.to(device=anchor.device, dtype=anchor.dtype)
+    setattr(module, SITE, site)
+    register_hook()  # which does the rest
+    model.get_submodule(site.path).add_module(PREFIX + term, module.train(model.training))
+
+
+class DynamicSubclass(nn.Module):
+    """A mixin that is put in front of a module's class at run time, and removed again.
+
+    A class, not a hook: ``torch.compile`` distinguishes classes, but by default shares compiled code between models
+    that differ in hooks only, and would run an equipped model as its base.
+    """
+
+    deepsquare_mixin: "type[DynamicSubclass]"
+    deepsquare_base: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the two classes: the combined one cannot be imported by name."""
+        return _new, (self.deepsquare_mixin, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
+
+
+@cache
+def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
+    """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
+    names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+    return type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
+
+
+def _new(mixin: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
+    register_hook()
+    combined = dynamic_subclass(mixin, base)
+    return combined.__new__(combined)
+
+
+class WithInserted(DynamicSubclass):
+    """A module at a site: ``forward`` also runs the inserted modules."""
+
+    deepsquare_inserted: dict[str, str]  # name of the child → its position, in the order of insertion
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The ``forward`` of the base class, with the inserted modules before and after it."""
+        if args:
+            args = (self._run_all("input", args[0]), *args[1:])
+        else:  # called by keyword: conv(input=x)
+            first = next(iter(kwargs))
+            kwargs = {**kwargs, first: self._run_all("input", kwargs[first])}
+        return self._run_all("output", super().forward(*args, **kwargs))
+
+    def _run_all(self, at: str, x: Tensor) -> Tensor:
+        """Call the modules inserted at this position, which take (N, C, …), on the tensor at their site."""
+        for name, position in self.deepsquare_inserted.items():
+            if position != at:
+                continue
+            inserted = getattr(self, name)
+            site: Site = inserted.deepsquare_site
+            if site.relu_first:
+                x = F.relu(x)
+            if site.channel_dim != 1:
+                x = x.movedim(site.channel_dim, 1)
+            y: Tensor = inserted(x)
+            if site.keeps_size:
+                y = y.expand(*y.shape[:2], *x.shape[2:])
+            x = y if site.channel_dim == 1 else y.movedim(1, site.channel_dim)
+        return x
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class without inserted modules."""
+    return module.deepsquare_base if isinstance(module, WithInserted) else type(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook or a patched ``forward`` observes the module's own input or output."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Let an inserted module act on any module that it becomes a child of.
+
+    ``SyncBatchNorm.convert_sync_batchnorm`` and similar functions build a new normalization layer and move the
+    children of the old one to it; so the parent's class changes wherever the child is registered.
+    """
+    site = child.__dict__.get(SITE) if child is not None and name.startswith(PREFIX) else None
+    if site is None:
+        return
+    if not isinstance(parent, WithInserted):
+        parent.__class__ = dynamic_subclass(WithInserted, type(parent))
+        parent.deepsquare_inserted = {}  # type: ignore[assignment]
+    parent.deepsquare_inserted[name] = site.position  # type: ignore[operator, index]
+
+
+@cache
+def register_hook() -> None:
+    """Register :func:`_follow_registration` with torch, once: with the first inserted or unpickled module."""
+    register_module_module_registration_hook(_follow_registration)
+
+
+def remove_inserted(model: nn.Module) -> None:
+    """Remove all inserted modules; every module gets the class of the base model back."""
+    for module in list(model.modules()):
+        if isinstance(module, WithInserted):
+            for name in module.deepsquare_inserted:
+                module._modules.pop(name, None)
+            del module.deepsquare_inserted
+        while isinstance(module, DynamicSubclass):
+            module.__class__ = module.deepsquare_base  # type: ignore[assignment]

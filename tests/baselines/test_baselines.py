@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import deepsquare as ds
 from deepsquare import baselines
 from deepsquare.baselines import fisher, second_order
-from deepsquare.surgery.spec import parse_spec
+from deepsquare.surgery.techniques import parse_spec
 
 Array: TypeAlias = npt.NDArray[np.float64]
 

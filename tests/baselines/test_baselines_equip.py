@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import deepsquare as ds
 from deepsquare import baselines
-from deepsquare.surgery.spec import ALIASES, parse_spec
-from deepsquare.surgery.techniques import BASELINES
+from deepsquare.surgery.techniques import ALIASES, BASELINES, parse_spec
 
 # Table 6. Added to the 25,557,032 parameters of ResNet50, counted by hand from the definitions.
 WIDTHS = {256: (3, 56), 512: (4, 28), 1024: (6, 14), 2048: (3, 7)}  # channels: blocks, side of the map
