@@ -1,7 +1,4 @@
-"""The modules: each holds the parameters of one function of :mod:`deepsquare.functional` and calls it.
-
-A pooling takes a map (N, C, spatial…) to (N, C), or to (N, C, 1, …) with ``keepdim``.
-"""
+"""The modules: each holds the parameters of one function of :mod:`deepsquare.functional` and calls it."""
 
 import math
 from collections.abc import Mapping

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TINY = torch.finfo(torch.float32).tiny
-
 
 @contextmanager
 def fp32_context(x: Tensor) -> Iterator[Tensor]:
@@ -101,7 +99,7 @@ def root_by_newton_schulz(matrix: Tensor, iterations: int = 5) -> Tensor:
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; expected at least 1 (its authors use 5)")
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    empty = trace <= TINY
+    empty = trace <= torch.finfo(torch.float32).tiny
     trace = torch.where(empty, 1, trace)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     y, z = matrix / trace, identity

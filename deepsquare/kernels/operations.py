@@ -186,10 +186,12 @@ class SquareExcitationAddReLU(SquareExcitation):
         """The result; ``inplace`` allows writing it over F, which happens only where no gradient needs F."""
         x, _, residual = inputs
         backend = self.backend_for(*inputs)
-        if not inplace or backend is None or _requires_grad(*inputs) or _overlap_partly(x, residual):
-            return self.run(backend, *inputs)
-        torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use the new values
-        return self.forward(backend, *inputs, inplace=True)
+        if inplace and backend is not None and not _requires_grad(*inputs):
+            same_storage = x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
+            if not same_storage or x.data_ptr() == residual.data_ptr():  # they do not overlap partly
+                torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use new values
+                return self.forward(backend, *inputs, inplace=True)
+        return self.run(backend, *inputs)
 
     def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The result instead of the residual."""
@@ -245,8 +247,3 @@ def _per_plane(x: Tensor) -> Tensor:
 
 def _requires_grad(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-
-
-def _overlap_partly(x: Tensor, other: Tensor) -> bool:
-    same_storage = x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    return same_storage and x.data_ptr() != other.data_ptr()

@@ -18,8 +18,6 @@ from deepsquare.surgery.finder import last_strides, layer_after_pooling
 from deepsquare.surgery.site import Site, Sites, insert
 from deepsquare.surgery.trace import Graph, trace
 
-NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
-
 
 @dataclass(frozen=True)
 class Patch:
@@ -125,7 +123,8 @@ def reset_gammas(model: nn.Module, sites: Sites) -> tuple[str, ...]:
     names: list[str] = []
     for path in dict.fromkeys(site.block or site.path for site in branch_ends):
         for name, module in model.get_submodule(path).named_modules(prefix=path):
-            gamma = "weight" if isinstance(module, NORMS) else "gain"  # the gain of timm's scaled convolutions
+            # Of timm's scaled convolutions the gain is γ.
+            gamma = "weight" if isinstance(module, (_BatchNorm, nn.GroupNorm, nn.LayerNorm)) else "gain"
             values, bias = getattr(module, gamma, None), getattr(module, "bias", None)
             if isinstance(values, nn.Parameter) and _is_zero(values) and (bias is None or _is_zero(bias)):
                 nn.init.ones_(values)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
@@ -92,8 +92,9 @@ def _insert_terms(
     fuse_blocks(model)
     needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
     gammas = changes.reset_gammas(model, sites) if needs_nonzero_branch else ()
-    filled = sites.filled({site: str(term) for site, term in assigned.items()})
-    return EquipRecord(format_spec(terms), dropout, filled, gammas, tuple(patches))
+    every = dict.fromkeys((*sites, *assigned))  # with those at named modules
+    sites = replace(sites, sites=tuple(replace(site, term=str(assigned.get(site, ""))) for site in every))
+    return EquipRecord(format_spec(terms), dropout, sites, gammas, tuple(patches))
 
 
 def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
@@ -104,9 +105,10 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
         if term.after is not None or kind is None:
             chosen = [named_site(model, graph, term.after or "", term.name)]
         elif candidates := sites.of_kind(kind):
-            ends = list({site.stage: site for site in candidates}.values())
-            stages = ends if term.option("last") else ends[:-1]
-            chosen = stages if term.technique.stage_ends else candidates
+            chosen = candidates
+            if term.technique.stage_ends:
+                ends = list({site.stage: site for site in candidates}.values())
+                chosen = ends if term.option("last") else ends[:-1]
         else:
             hint = f". {term.name}(after='…') acts after a module you name" if "after" in term.technique.options else ""
             raise ValueError(

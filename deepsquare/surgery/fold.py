@@ -3,7 +3,6 @@
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
-from deepsquare.surgery.equip import intact_record, is_folded, unwrap
+from deepsquare.surgery.equip import Model, intact_record, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
 from deepsquare.surgery.site import SITE, base_class, is_watched
 from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
 
-Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm; the identity at inference
 LAYERS = (nn.Linear, *CONVOLUTIONS)

@@ -13,9 +13,9 @@ attributes and indexing stay the same, and the new keys are recognized by their 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,11 +75,6 @@ class Sites:
     def __len__(self) -> int:
         return len(self.sites)
 
-    def filled(self, terms: dict[Site, str]) -> Self:
-        """The same sites with the terms that now fill them; sites at named modules are added."""
-        sites = dict.fromkeys((*self.sites, *terms))
-        return replace(self, sites=tuple(replace(site, term=terms.get(site, "")) for site in sites))
-
     def summary(self) -> str:
         """How many of each kind, in one line."""
         return ", ".join(f"{len(self.of_kind(kind))} {kind}" for kind in KINDS)
@@ -119,11 +114,15 @@ class DynamicSubclass(nn.Module):
         return _new, (self.deepsquare_mixin, self.deepsquare_base), super().__reduce_ex__(protocol)[2]
 
 
-@cache
+_classes: dict[tuple[type[DynamicSubclass], type[nn.Module]], type[DynamicSubclass]] = {}
+
+
 def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> type[DynamicSubclass]:
     """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
-    names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
-    return type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
+    if (mixin, base) not in _classes:
+        names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+        _classes[mixin, base] = type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
+    return _classes[mixin, base]
 
 
 def _new(mixin: type[DynamicSubclass], base: type[nn.Module]) -> nn.Module:
