@@ -1,11 +1,9 @@
 """The cost of a model: parameters, multiply-accumulates, activation memory, counted on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ class Cost:
     elementwise_muls: int  # elementwise multiplications: squares, rescalings, gates
     activation_bytes: int  # memory that a training step saves in the forward pass for the backward pass
 
-    def added_to(self, base: Cost) -> dict[str, int]:
+    def added_to(self, base: Self) -> dict[str, int]:
         """The difference to ``base``, field by field."""
         return {key: value - getattr(base, key) for key, value in asdict(self).items()}
 

@@ -190,7 +190,7 @@ def _square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
     return (x * _unflatten(s, x)).to(x.dtype)  # autograd saves x and s, never a float32 copy of x
 
 
-_square_excitation_add_relu = kernels.SquareExcitationAddReLU(_square_excitation.eager)
+_square_excitation_add_relu = kernels.SquareExcitationAddReLU(_square_excitation)
 
 
 def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:

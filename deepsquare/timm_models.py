@@ -31,20 +31,14 @@ def timm_name(name: str, spec: str) -> str:
 
 
 def _entry_point(name: str, spec: str) -> Callable[..., nn.Module]:
-    def build(
-        pretrained: bool = False,
-        pretrained_cfg: Any = None,
-        pretrained_cfg_overlay: Any = None,
-        cache_dir: Any = None,
-        drop_rate: float | None = None,
-        in_chans: int = 3,
-        **kwargs: Any,
-    ) -> nn.Module:
+    def build(pretrained: bool = False, drop_rate: float | None = None, in_chans: int = 3, **kwargs: Any) -> nn.Module:
         if pretrained or in_chans != 3:
             raise ValueError(
                 f"{build.__name__} has no pretrained weights and takes 3 channels, got pretrained={pretrained}, "
                 f"in_chans={in_chans}; for other base models use deepsquare.equip"
             )
+        for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):  # timm passes these
+            kwargs.pop(key, None)
         model = create_model(f"torchvision/{name}", spec, dropout=drop_rate or None, **kwargs)
         config = {**CONFIG, "architecture": build.__name__, "num_classes": kwargs.get("num_classes", 1000)}
         model.pretrained_cfg = model.default_cfg = config  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
 from deepsquare.baselines.channel_attention import GatherExcite, GSoP
 from deepsquare.baselines.fisher import FisherVector, fit_fisher
-from deepsquare.baselines.second_order_pooling import BilinearPooling, CompactBilinearPooling, CovariancePooling
+from deepsquare.baselines.second_order import BilinearPooling, CompactBilinearPooling, CovariancePooling
 
 __all__ = [
     "BilinearPooling", "CompactBilinearPooling", "CovariancePooling", "FisherVector", "GSoP", "GatherExcite",

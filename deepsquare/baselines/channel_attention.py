@@ -8,16 +8,9 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsquare.baselines.second_order import covariance, fp32_context
+from deepsquare.baselines.second_order import covariance, fp32_context, init_kaiming
 
 EXTENTS = (0, 2, 4, 8)
-
-
-def _init_kaiming(module: nn.Module) -> None:
-    """Initialize every convolution as in ResNet and the authors' releases: normal, by the fan-out."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 class GatherExcite(nn.Module):
@@ -46,7 +39,7 @@ class GatherExcite(nn.Module):
         self.extent = extent
         self.size = tuple(size) if learned and not extent else None
         self.gather = _gather(channels, size, extent) if learned else _average(extent)
-        _init_kaiming(self.gather)
+        self.gather.apply(init_kaiming)
         self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +98,7 @@ class GSoP(nn.Module):
         self.norm = nn.BatchNorm2d(size)
         self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix separately
         self.expand = nn.Conv2d(4 * size, channels, 1)
-        _init_kaiming(self)
+        self.apply(init_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to the same shape."""

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsquare.baselines.second_order import signed_root
-from deepsquare.baselines.second_order_pooling import SecondOrderPooling
+from deepsquare.baselines.second_order import SecondOrderPooling, signed_root
 
 Model = TypeVar("Model", bound=nn.Module)
 PER_IMAGE = 16  # positions per image that the mixture is fitted to
@@ -106,18 +105,16 @@ def fit_fisher(model: Model, loader: Iterable[Any], *, descriptors: int = 50_000
     pca = PCA(size, random_state=seed).fit(features)
     reduced = pca.transform(features)
     mixture = GaussianMixture(components, covariance_type="diag", random_state=seed).fit(reduced)
-    with torch.no_grad():
-        _set(layer.get_parameter("reduce.weight"), pca.components_[..., None, None])
-        _set(layer.get_parameter("reduce.bias"), -pca.components_ @ pca.mean_)
-        _set(layer.weights, mixture.weights_)
-        _set(layer.means, mixture.means_)
-        _set(layer.variances, mixture.covariances_)
+    state = {
+        "reduce.weight": pca.components_[..., None, None],
+        "reduce.bias": -pca.components_ @ pca.mean_,
+        "weights": mixture.weights_,
+        "means": mixture.means_,
+        "variances": mixture.covariances_,
+    }
+    layer.load_state_dict({key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in state.items()})
     layer.fitted = True
     return model
-
-
-def _set(target: Tensor, values: np.ndarray[Any, Any]) -> None:
-    target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
 
 def _features(

@@ -1,17 +1,18 @@
-"""Second-order statistics of a map and their normalizations, as functions.
+"""Second-order statistics of a map, their normalizations, and the poolings by them.
 
-Callers compute these in :func:`fp32_context`: a covariance is a sum of products, and a matrix square root loses half of
-the digits.
+Callers compute the statistics in :func:`fp32_context`: a covariance is a sum of products, and a matrix root loses half
+of the digits. A pooling takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1): more values than channels, for a
+wider classifier.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
-TINY = torch.finfo(torch.float32).tiny
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -41,20 +42,16 @@ def root_by_eigenvalues(matrix: Tensor) -> Tensor:
     return root
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """LAPACK's divide and conquer may not converge on an ill-conditioned matrix in float32; in float64 it does."""
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
-    return values, vectors
-
-
 class _RootByEigenvalues(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        values, vectors = _eigh(torch.where(finite, matrix, 0))  # eigh fails on values that are not finite
+        matrix = torch.where(finite, matrix, 0)  # eigh fails on values that are not finite
+        try:
+            values, vectors = torch.linalg.eigh(matrix)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            # LAPACK's divide and conquer may not converge on an ill-conditioned matrix in float32; in float64 it does.
+            values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
         # Eigenvalues within rounding error are zero, whatever their sign.
         noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
         roots = torch.where(values > noise, values, 0).sqrt()
@@ -102,7 +99,7 @@ def root_by_newton_schulz(matrix: Tensor, iterations: int = 5) -> Tensor:
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; expected at least 1 (its authors use 5)")
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    empty = trace <= TINY
+    empty = trace <= torch.finfo(torch.float32).tiny
     trace = torch.where(empty, 1, trace)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     y, z = matrix / trace, identity
@@ -147,3 +144,87 @@ def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
     first, second = map(torch.fft.rfft, sketches)
     sketch: Tensor = torch.fft.irfft((first * second).mean(1), n=size)
     return sketch
+
+
+class SecondOrderPooling(nn.Module, ABC):
+    """Pools a map to ``out_channels`` values, computed by ``values`` in float32 and returned in the map's dtype.
+
+    The subclasses take the map's ``channels`` first; ``reduce`` is applied before the statistics are computed.
+    """
+
+    def __init__(self, reduce: nn.Module, out_channels: int) -> None:
+        super().__init__()
+        self.reduce = reduce
+        self.out_channels = out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, out_channels, 1, 1)."""
+        x = self.reduce(x)
+        with fp32_context(x) as map_:
+            values = self.values(map_)
+        return values.to(x.dtype)[..., None, None]
+
+    @abstractmethod
+    def values(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, out_channels)."""
+
+
+def init_kaiming(layer: nn.Module) -> None:
+    """Initialize a convolution as in ResNet and the authors' releases: normal, by the fan-out."""
+    if isinstance(layer, nn.Conv2d):
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _reduction(channels: int, size: int) -> nn.Sequential:
+    layers = nn.Conv2d(channels, size, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(inplace=True)
+    return nn.Sequential(*layers).apply(init_kaiming)
+
+
+class CovariancePooling(SecondOrderPooling):
+    """MPN-COV (Li et al., 2017) and iSQRT-COV (Li et al., 2018): the square root of the channels' covariance.
+
+    The channels are reduced to ``size``, which gives size·(size + 1)/2 values. ``iterations`` are those of the
+    Newton–Schulz method (iSQRT-COV), 0 for the eigendecomposition (MPN-COV).
+    """
+
+    def __init__(self, channels: int, size: int = 256, iterations: int = 0) -> None:
+        super().__init__(_reduction(channels, size), size * (size + 1) // 2)
+        self.iterations = iterations
+
+    def values(self, x: Tensor) -> Tensor:
+        """The upper triangle of the matrix square root."""
+        matrix = covariance(x)
+        n = self.iterations
+        root = root_by_newton_schulz(matrix, n) if n else root_by_eigenvalues(matrix)
+        return upper_triangle(root)
+
+
+class BilinearPooling(SecondOrderPooling):
+    """Bilinear pooling (Lin et al., 2015), Equation (6): second moments, signed square root, L2 normalization.
+
+    The channels are reduced to ``size``, which gives size² values, or for 0 not reduced.
+    """
+
+    def __init__(self, channels: int, size: int = 128) -> None:
+        super().__init__(_reduction(channels, size) if size else nn.Identity(), (size or channels) ** 2)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The normalized moments."""
+        return F.normalize(signed_root(bilinear(x)))
+
+
+class CompactBilinearPooling(SecondOrderPooling):
+    """Compact bilinear pooling (Gao et al., 2016): a tensor sketch, of ``size`` values, of the second moments."""
+
+    index: Tensor
+    sign: Tensor
+
+    def __init__(self, channels: int, size: int = 8192) -> None:
+        super().__init__(nn.Identity(), size)
+        self.register_buffer("index", torch.randint(size, (2, channels)))
+        self.register_buffer("sign", 2.0 * torch.randint(2, (2, channels)) - 1)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The normalized sketch."""
+        sketch = tensor_sketch(x, self.index, self.sign.to(x.dtype), self.out_channels)
+        return F.normalize(signed_root(sketch))

@@ -9,7 +9,7 @@ Every sum is taken by one program in a fixed order, without atomics: results are
 device, so no call waits for the GPU.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # Triton, whose types the kernels name, may be missing
 
 import functools
 import math

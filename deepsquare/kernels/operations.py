@@ -5,19 +5,81 @@ An operation decorates its eager reference, which :mod:`deepsquare.functional` d
     @kernels.ReLUSquare
     def _relu_square(x): ...
 
-A call then runs the kernels of the backend that :mod:`deepsquare.kernels.dispatch` selects, or the reference.
+A call then runs the kernels of the backend that :func:`backend_for` selects, or the reference. The kernels run in eager
+mode on plain tensors. Whatever inspects or transforms operations (``torch.compile``, ``torch.export``, tracing,
+``vmap`` and other function transforms, forward-mode AD, fake tensors, dispatch modes, tensor subclasses) gets the eager
+reference instead, and so does a second derivative.
+
+``DEEPSQUARE_KERNELS=0`` in the environment, or :func:`without_kernels`, turns the kernels off.
 """
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from deepsquare.kernels import blockwise, dispatch
+from deepsquare.kernels import blockwise, cpu
 from deepsquare.kernels.cpu import Kernel, match_layout
+
+_enabled = ContextVar("_enabled", default=os.environ.get("DEEPSQUARE_KERNELS") != "0")
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Run the eager references inside this context, to compare with the kernels or to debug a difference."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def backend_for(*inputs: Tensor) -> ModuleType | None:
+    """The backend, ``cpu`` or ``gpu``, for ``inputs``, the map first; None for the eager reference."""
+    if not runs_eagerly(*inputs) or not _enabled.get() or torch._C._len_torch_dispatch_stack() > 0:
+        return None  # a dispatch mode, such as a FLOP counter, sees PyTorch's operations only
+    x = inputs[0]
+    if x.is_cpu:
+        return cpu if cpu.supports(x) else None
+    if x.is_cuda:
+        from deepsquare.kernels import gpu  # imports Triton
+
+        return gpu if gpu.supports(x) else None
+    return None
+
+
+def runs_eagerly(*inputs: Tensor) -> bool:
+    """Whether ``inputs`` are plain tensors of one device and nothing compiles, traces or transforms the operations.
+
+    Runs at every call: cheap checks come first. ``is_compiling`` leads, since a compiler cannot trace the others.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    x = inputs[0]
+    on_cpu = x.is_cpu
+    for tensor in inputs:
+        if not _is_plain_tensor(tensor) or not (tensor.is_cpu if on_cpu else tensor.device == x.device):
+            return False
+    return not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
+
+
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    """A strided tensor, not a subclass, whose storage holds its values."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and torch._C._has_storage(tensor)  # a vmapped tensor has none
+    )
 
 
 class Operation:
@@ -44,7 +106,7 @@ class Operation:
 
     def backend_for(self, *inputs: Tensor) -> ModuleType | None:
         """The backend for ``inputs``, the map first; None for the eager reference."""
-        return dispatch.backend_for(*inputs)
+        return backend_for(*inputs)
 
     def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What the backward pass needs, the map first."""
@@ -52,7 +114,13 @@ class Operation:
 
     def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:
         """The gradients by the eager reference, which can be differentiated again."""
-        return _eager_gradients(self.eager, saved, needed, grad)
+        create_graph = torch.is_grad_enabled()
+        differentiated = [tensor for tensor, need in zip(saved, needed, strict=True) if need]
+        if not differentiated:
+            return [None] * len(saved)
+        with torch.enable_grad():
+            grads = iter(torch.autograd.grad(self.eager(*saved), differentiated, grad, create_graph=create_graph))
+        return [next(grads) if need else None for need in needed]
 
 
 class MeanSquare(Operation):
@@ -74,7 +142,7 @@ class MeanSquare(Operation):
 
     def backend_for(self, *inputs: Tensor) -> ModuleType | None:
         """Also ``blockwise``, where no kernel takes the map and nothing compiles, traces or transforms it."""
-        return dispatch.backend_for(*inputs) or (blockwise if dispatch.runs_eagerly(*inputs) else None)
+        return backend_for(*inputs) or (blockwise if runs_eagerly(*inputs) else None)
 
 
 class SquareExcitation(Operation):
@@ -108,20 +176,22 @@ class SquareExcitation(Operation):
 
 
 class SquareExcitationAddReLU(SquareExcitation):
-    """max(0, F · s + residual), the end of a residual block; decorates the reference of F · s."""
+    """max(0, F · s + residual), the end of a residual block; built from the operation F · s."""
 
-    def __init__(self, excitation: Callable[..., Tensor]) -> None:
-        super().__init__(lambda x, alpha, residual: torch.relu(excitation(x, alpha) + residual))
+    def __init__(self, excitation: SquareExcitation) -> None:
+        super().__init__(lambda x, alpha, residual: torch.relu(excitation.eager(x, alpha) + residual))
         self.excitation = excitation
 
     def __call__(self, *inputs: Tensor, inplace: bool = False) -> Tensor:
         """The result; ``inplace`` allows writing it over F, which happens only where no gradient needs F."""
         x, _, residual = inputs
         backend = self.backend_for(*inputs)
-        if not inplace or backend is None or _requires_grad(*inputs) or _overlap_partly(x, residual):
-            return self.run(backend, *inputs)
-        torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use the new values
-        return self.forward(backend, *inputs, inplace=True)
+        if inplace and backend is not None and not _requires_grad(*inputs):
+            same_storage = x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
+            if not same_storage or x.data_ptr() == residual.data_ptr():  # they do not overlap partly
+                torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use new values
+                return self.forward(backend, *inputs, inplace=True)
+        return self.run(backend, *inputs)
 
     def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The result instead of the residual."""
@@ -131,7 +201,7 @@ class SquareExcitationAddReLU(SquareExcitation):
         """As in ``Operation``; the gradient of the residual is that of the sum."""
         *inputs, result = saved
         grad_masked = grad.masked_fill(result <= 0, 0)
-        return *_eager_gradients(self.excitation, inputs, needed[:2], grad_masked), grad_masked
+        return *self.excitation.eager_backward(needed[:2], grad_masked, *inputs), grad_masked
 
 
 class ReLUSquare(Operation):
@@ -177,20 +247,3 @@ def _per_plane(x: Tensor) -> Tensor:
 
 def _requires_grad(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-
-
-def _overlap_partly(x: Tensor, other: Tensor) -> bool:
-    same_storage = x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    return same_storage and x.data_ptr() != other.data_ptr()
-
-
-def _eager_gradients(
-    eager: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
-) -> Iterator[Tensor | None]:
-    create_graph = torch.is_grad_enabled()
-    differentiated = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    if not differentiated:
-        return iter([None] * len(inputs))
-    with torch.enable_grad():
-        grads = iter(torch.autograd.grad(eager(*inputs), differentiated, grad, create_graph=create_graph))
-    return (next(grads) if need else None for need in needed)

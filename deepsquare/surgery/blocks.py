@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass
+from deepsquare.surgery.insertion import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass, is_watched
 
 EXCITATION = PREFIX + "excitation"
 
@@ -64,13 +64,6 @@ def fuse_blocks(model: nn.Module) -> None:
             block.__class__ = dynamic_subclass(FusedBlock, type(block))
 
 
-def unfuse_blocks(model: nn.Module) -> None:
-    """The opposite of :func:`fuse_blocks`."""
-    for block in model.modules():
-        if isinstance(block, FusedBlock):
-            block.__class__ = block.deepsquare_base  # type: ignore[assignment]
-
-
 def _fusable_norm(block: FusedBlock) -> WithInserted | None:
     """The last normalization, if its excitation and the ReLU can run in one pass.
 
@@ -88,17 +81,6 @@ def _fusable_norm(block: FusedBlock) -> WithInserted | None:
         and parts.get("se") is None  # timm's blocks may have these two in between
         and parts.get("drop_path") is None
         and not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and not (_is_watched(norm) or _is_watched(excitation) or _is_watched(relu))
+        and not (is_watched(norm) or is_watched(excitation) or is_watched(relu))
     )
     return norm if fusable else None
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether a hook or a patched ``forward`` observes the module's own input or output."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )

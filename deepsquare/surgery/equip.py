@@ -1,21 +1,21 @@
 """Adding techniques to the sites of a model, and removing them."""
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
 
 from deepsquare.surgery import head
-from deepsquare.surgery.blocks import fuse_blocks, unfuse_blocks
+from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
 from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
-from deepsquare.surgery.reset_gammas import refuse_zero_convolutions, reset_gammas, restore_gammas, warn_reset
+from deepsquare.surgery.reset_gammas import reset_gammas
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
 from deepsquare.surgery.trace import Graph, trace
 
-FOLDED = "deepsquare_folded"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -64,7 +64,13 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
         _remove_terms(model, patches)
         raise
     if record.reset_gammas:
-        warn_reset(record.reset_gammas)
+        warnings.warn(
+            f"{len(record.reset_gammas)} layers at the end of a block were initialized with γ = 0 "
+            f"({record.reset_gammas[0]}, …), where an excitation gets no gradient; they now start at γ = 1. Build the "
+            "model without zero initialization of the residual branch (zero_init_residual=False, "
+            "zero_init_last=False), if possible, to avoid this warning",
+            stacklevel=2,
+        )
     return model
 
 
@@ -78,9 +84,6 @@ def _insert_terms(
     sites = find_sites(model, graph)
     assigned = _assign(model, terms, graph, sites)
     modules = {site: term.build(site) for site, term in assigned.items()}
-    needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
-    if needs_nonzero_branch:
-        refuse_zero_convolutions(model, sites)
     if dropout is not None:
         patches += head.set_dropout(model, sites, dropout)
     for site, module in modules.items():
@@ -89,9 +92,11 @@ def _insert_terms(
     if any(patch.attribute == "weight" for patch in patches):
         head.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
     fuse_blocks(model)
-    names = reset_gammas(model, sites) if needs_nonzero_branch else ()
-    filled = sites.filled({site: str(term) for site, term in assigned.items()})
-    return EquipRecord(format_spec(terms), dropout, filled, names, tuple(patches))
+    needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
+    gammas = reset_gammas(model, sites) if needs_nonzero_branch else ()
+    every = dict.fromkeys((*sites, *assigned))  # with those at named modules
+    sites = replace(sites, sites=tuple(replace(site, term=str(assigned.get(site, ""))) for site in every))
+    return EquipRecord(format_spec(terms), dropout, sites, gammas, tuple(patches))
 
 
 def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
@@ -102,7 +107,10 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
         if term.after is not None or kind is None:
             chosen = [named_site(model, graph, term.after or "", term.name)]
         elif candidates := sites.of_kind(kind):
-            chosen = term.choose(candidates)
+            chosen = candidates
+            if term.technique.stage_ends:
+                ends = list({site.stage: site for site in candidates}.values())
+                chosen = ends if term.option("last") else ends[:-1]
         else:
             hint = f". {term.name}(after='…') acts after a module you name" if "after" in term.technique.options else ""
             raise ValueError(
@@ -117,7 +125,6 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
 
 
 def _remove_terms(model: nn.Module, patches: Sequence[head.Patch]) -> None:
-    unfuse_blocks(model)
     remove_inserted(model)
     head.revert(model, patches)
 
@@ -129,7 +136,9 @@ def unequip(model: Model) -> Model:
     if record is None:
         return model
     _remove_terms(model, record.patches)
-    restore_gammas(model, record.reset_gammas)
+    for gamma in map(model.get_parameter, record.reset_gammas):
+        if bool((gamma == 1).all()):  # not trained since it was set to 1
+            nn.init.zeros_(gamma)
     del model.deepsquare_record
     return model
 
@@ -175,7 +184,7 @@ def intact_record(model: nn.Module, *, allow_inner: bool = False) -> EquipRecord
 
 def is_folded(model: nn.Module) -> bool:
     """Whether the model is the inference form that :func:`deepsquare.fold` returns."""
-    return bool(getattr(model, FOLDED, False))
+    return bool(getattr(model, "deepsquare_folded", False))
 
 
 def _refuse_wrapped_and_folded(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Finding the sites of a CNN in the data flow of its forward pass."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -62,9 +61,7 @@ def _in_blocks(results: list[list[Site] | str]) -> list[Site] | str:
 
 def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
     """The output of the module that a term names."""
-    module: nn.Module | None = None
-    with suppress(AttributeError):
-        module = model.get_submodule(path) if path else None
+    module = dict(model.named_modules(remove_duplicate=False)).get(path) if path else None
     if module is None:
         name, children = type(model).__name__, ", ".join(dict(model.named_children()))
         problem = f"{name} has no module {path!r} for" if path else "the name of a module is missing in"

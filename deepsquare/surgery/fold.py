@@ -3,7 +3,6 @@
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
-from deepsquare.surgery.equip import FOLDED, intact_record, is_folded, unwrap
+from deepsquare.surgery.equip import Model, intact_record, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
-from deepsquare.surgery.insertion import SITE, base_class
+from deepsquare.surgery.insertion import SITE, base_class, is_watched
 from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
 
-Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm; the identity at inference
 LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -43,7 +41,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
         _merge_batch_norms(folded, graph)
     _merge_relus(folded, graph)
     _remove_dropout(folded)
-    setattr(folded, FOLDED, True)
+    folded.deepsquare_folded = True  # type: ignore[assignment]
     return folded
 
 
@@ -72,11 +70,7 @@ def _is_exclusive(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
     """Whether the module is called once, shares no parameter and has no hook, so that it can be changed alone."""
     owners: Counter[nn.Parameter] = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     shares = any(owners[parameter] > 1 for parameter in module.parameters())
-    return graph.times_called[module] == 1 and not shares and not _is_hooked(module)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return graph.times_called[module] == 1 and not shares and not is_watched(module)
 
 
 class FoldedNorm(nn.Module):
@@ -125,8 +119,7 @@ def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
         for name, child in norm.named_children():
             if SITE in child.__dict__:
                 rest.add_module(name, child)  # an inserted module keeps acting at its site
-        parent, _, name = call.path.rpartition(".")
-        setattr(model.get_submodule(parent), name, rest.train(norm.training))
+        replace(model, norm, rest)
 
 
 def _merge_relus(model: nn.Module, graph: Graph) -> None:
@@ -142,7 +135,7 @@ def _remove_dropout(model: nn.Module) -> None:
     """Replace the layers that are the identity at inference."""
     for module in list(model.modules()):
         own = isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__  # torch's own
-        if (own or type(module).__name__ in DROPPING) and not _is_hooked(module):
+        if (own or type(module).__name__ in DROPPING) and not is_watched(module):
             replace(model, module, nn.Identity())
 
 

@@ -1,4 +1,4 @@
-"""Changes to the head of the base model: strides of the last stage, width of the classifier, dropout."""
+"""The head of the model: strides of the last stage, width of the classifier, dropout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

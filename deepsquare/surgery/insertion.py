@@ -1,11 +1,9 @@
-"""How an inserted module acts at its site.
+"""Modules inserted at sites.
 
-It becomes a child of the module at the site, named ``deepsquare_<term>``, and that module's ``forward`` runs it on its
-input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict`` keys, attributes and
-indexing stay the same, and the new keys are recognized by their prefix.
+An inserted module becomes a child of the module at the site, named ``deepsquare_<term>``, and that module's ``forward``
+runs it on its input or output. No module of the base model is wrapped, renamed or replaced: its ``state_dict`` keys,
+attributes and indexing stay the same, and the new keys are recognized by their prefix.
 """
-
-from __future__ import annotations
 
 from functools import cache
 from typing import Any
@@ -37,7 +35,7 @@ class DynamicSubclass(nn.Module):
     that differ in hooks only, and would run an equipped model as its base.
     """
 
-    deepsquare_mixin: type[DynamicSubclass]
+    deepsquare_mixin: "type[DynamicSubclass]"
     deepsquare_base: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -77,15 +75,37 @@ class WithInserted(DynamicSubclass):
         return self._run_all("output", super().forward(*args, **kwargs))
 
     def _run_all(self, at: str, x: Tensor) -> Tensor:
+        """Call the modules inserted at this position, which take (N, C, …), on the tensor at their site."""
         for name, position in self.deepsquare_inserted.items():
-            if position == at:
-                x = _run(getattr(self, name), x)
+            if position != at:
+                continue
+            inserted = getattr(self, name)
+            site: Site = inserted.deepsquare_site
+            if site.relu_first:
+                x = F.relu(x)
+            if site.channel_dim != 1:
+                x = x.movedim(site.channel_dim, 1)
+            y: Tensor = inserted(x)
+            if site.keeps_size:
+                y = y.expand(*y.shape[:2], *x.shape[2:])
+            x = y if site.channel_dim == 1 else y.movedim(1, site.channel_dim)
         return x
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without inserted modules."""
     return module.deepsquare_base if isinstance(module, WithInserted) else type(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook or a patched ``forward`` observes the module's own input or output."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
 
 
 def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -110,22 +130,11 @@ def register_hook() -> None:
 
 
 def remove_inserted(model: nn.Module) -> None:
-    """Remove all inserted modules."""
-    for parent in [module for module in model.modules() if isinstance(module, WithInserted)]:
-        for name in parent.deepsquare_inserted:
-            parent._modules.pop(name, None)
-        del parent.deepsquare_inserted
-        parent.__class__ = parent.deepsquare_base  # type: ignore[assignment]
-
-
-def _run(inserted: nn.Module, x: Tensor) -> Tensor:
-    """Call the inserted module, which takes (N, C, …), on the tensor at its site."""
-    site: Site = inserted.deepsquare_site  # type: ignore[assignment]
-    if site.relu_first:
-        x = F.relu(x)
-    if site.channel_dim != 1:
-        x = x.movedim(site.channel_dim, 1)
-    y: Tensor = inserted(x)
-    if site.keeps_size:
-        y = y.expand(*y.shape[:2], *x.shape[2:])
-    return y if site.channel_dim == 1 else y.movedim(1, site.channel_dim)
+    """Remove all inserted modules; every module gets the class of the base model back."""
+    for module in list(model.modules()):
+        if isinstance(module, WithInserted):
+            for name in module.deepsquare_inserted:
+                module._modules.pop(name, None)
+            del module.deepsquare_inserted
+        while isinstance(module, DynamicSubclass):
+            module.__class__ = module.deepsquare_base  # type: ignore[assignment]

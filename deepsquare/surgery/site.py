@@ -8,10 +8,8 @@ last_spatial_conv   the input of the main branch's last spatial convolution
 =================== ========================================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["pooling", "logits", "branch_end", "last_spatial_conv", "named"]
@@ -63,11 +61,6 @@ class Sites:
 
     def __len__(self) -> int:
         return len(self.sites)
-
-    def filled(self, terms: dict[Site, str]) -> Sites:
-        """The same sites with the terms that now fill them; sites at named modules are added."""
-        sites = dict.fromkeys((*self.sites, *terms))
-        return replace(self, sites=tuple(replace(site, term=terms.get(site, "")) for site in sites))
 
     def summary(self) -> str:
         """How many of each kind, in one line."""

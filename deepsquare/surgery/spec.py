@@ -1,7 +1,7 @@
 """The grammar of a spec: terms joined by ``+``, each the name of a technique with options in parentheses.
 
-``"pooling+excitation(alpha=0.001)"`` describes a row of a table, and a checkpoint needs no more than this string to
-rebuild its model.
+The string ``"pooling+excitation(alpha=0.001)"`` describes a row of a table, and a checkpoint needs no more to rebuild
+its model.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from deepsquare.surgery.site import Site
-from deepsquare.surgery.techniques import BASELINES, TECHNIQUES, Technique
+from deepsquare.surgery.techniques import BASELINES, SURGERY_OPTIONS, TECHNIQUES, Technique
 
 ALIASES = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
 """GSoP-Net1 and GSoP-Net2, and the specs they stand for."""
@@ -42,13 +42,6 @@ class Term:
         after: str = self.option("after", "")
         return after if after or self.technique.kind is None else None
 
-    def choose(self, sites: Sequence[Site]) -> list[Site]:
-        """Those sites of its kind that the term fills."""
-        if not self.technique.stage_ends:
-            return list(sites)
-        ends = list({site.stage: site for site in sites}.values())
-        return ends if self.option("last") else ends[:-1]
-
     def build(self, site: Site) -> nn.Module:
         """The module for ``site``; the error names the term if the options do not suit the module."""
         if self.name in BASELINES and len(site.spatial) != 2:
@@ -58,7 +51,8 @@ class Term:
             for name, value in self.options:
                 if name in COUNTS and value < 1:
                     raise ValueError(f"{name} is {value}; expected at least 1")
-            return self.technique.build(site, **dict(self.options))
+            options = {name: self.option(name) for name in self.technique.options if name not in SURGERY_OPTIONS}
+            return self.technique.build(site, **options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the term {self} of the spec: {error}") from error
 
