@@ -21,7 +21,7 @@ from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.results import Row, Store, run_key
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
-from deepsquare.training.config import describe_run
+from deepsquare.training.recipe import describe_run
 
 DataSource = Callable[["TrainingRun"], tuple[Batches, Evaluation]]
 TrainFunction = Callable[["TrainingRun", Path, OnProgress], Row]  # resumes from the checkpoint at the path
