@@ -220,7 +220,10 @@ def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
     parts = []
     for name in PACKAGE.files:
         try:
-            parts.append(_decode_png(files[name]) if name.endswith(".png") else _decode_json(files[name]))
+            if name.endswith(".png"):
+                parts.append(_decode_png(files[name]))
+            else:
+                parts.append(np.frombuffer(bytearray([*json.loads(files[name])]), np.uint8))
         except (*damage, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ValueError(f"{name} cannot be read as a part of the data set ({error})") from error
     *train, test, train_labels, test_labels = parts
@@ -232,10 +235,6 @@ def _decode_png(data: bytes) -> Bytes:
         if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
             raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
         return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
-
-
-def _decode_json(data: bytes) -> Bytes:
-    return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
 
 
 def _fetched() -> Cifar10:
