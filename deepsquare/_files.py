@@ -1,4 +1,4 @@
-"""Writing files atomically."""
+"""Writing files atomically, and locking them."""
 
 import glob
 import os
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import IO, Any
 
 
 @contextmanager
@@ -31,6 +32,19 @@ def remove_stale_temps(path: Path) -> None:
     """Remove temporary files of killed writers of ``path``; no process may be writing it now."""
     for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}*"):
         temporary.unlink(missing_ok=True)
+
+
+def lock(file: IO[Any], *, wait: bool = True) -> bool:
+    """Lock a file until it is closed; False if another process has, unless ``wait``. Windows has no such locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        return True
+    except BlockingIOError:
+        return False
+    return True
 
 
 def ensure_writable(folder: Path) -> None:

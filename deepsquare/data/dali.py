@@ -18,9 +18,8 @@ from nvidia.dali.pipeline import Pipeline
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from deepsquare.data.jpeg import jpeg_size
 from deepsquare.data.loader import Batch, BatchDataset
-from deepsquare.data.pil import MAX_PIXELS
+from deepsquare.data.pil import MAX_PIXELS, jpeg_size
 from deepsquare.data.transforms import CropParams
 
 PREFETCH = 2  # batches in flight: one that DALI decodes, one whose files are read

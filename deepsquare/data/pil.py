@@ -1,4 +1,4 @@
-"""Decoding by Pillow and torchvision: slow, and the reference for the other pipelines."""
+"""Decoding by Pillow and torchvision: slow, and the reference for the other pipelines; and the size of a JPEG."""
 
 import io
 import struct
@@ -15,6 +15,8 @@ CropFor = Callable[[int, int], CropParams]  # of width and height
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")  # no more of Pillow's many readers than are needed
 MAX_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
+FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, with Huffman coding
+STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # markers without a length
 
 
 class DecodeError(ValueError):
@@ -52,3 +54,23 @@ def open_image(data: bytes, upright: bool = False) -> Image.Image:
         raise DecodeError(str(error)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning, OverflowError, MemoryError) as error:
         raise DecodeError(str(error)) from error
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a common JPEG: whole, with 8 bits of gray or RGB; None for anything else."""
+    if not data.startswith(b"\xff\xd8") or not data.endswith(b"\xff\xd9"):
+        return None
+    offset = 2
+    while offset + 10 <= len(data) and data[offset] == 0xFF:
+        marker, length = data[offset + 1], int.from_bytes(data[offset + 2 : offset + 4], "big")
+        if marker in FRAME_MARKERS:
+            bits, height, width, channels = struct.unpack_from(">BHHB", data, offset + 4)
+            common = bits == 8 and channels in (1, 3) and width and height
+            return (width, height) if common else None
+        if marker == 0xFF:  # padding
+            offset += 1
+        elif marker in STANDALONE_MARKERS:
+            offset += 2
+        else:
+            offset += 2 + length
+    return None

@@ -13,7 +13,7 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,23 +53,18 @@ class Metadata:
             raise ValueError(f"the metadata of {path} is damaged ({error}); export it again") from error
 
 
-class RuntimeModel(ABC):
+@dataclass(frozen=True)
+class RuntimeModel:
     """An exported model in its runtime."""
 
     metadata: Metadata
     shape: tuple[int | str, ...]  # of the input; a string stands for any size
-
-    @abstractmethod
-    def __init__(self, path: Path) -> None:
-        """Read a file that :func:`deepsquare.export.export` wrote."""
+    run: Callable[[Tensor], Tensor]  # without a check of the images
 
     def __call__(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) float32, preprocessed as the metadata says, to logits (N, K); N is any number."""
         check_images("images", images, self.shape[1:])
-        return self._run(images.detach().cpu().contiguous())
-
-    @abstractmethod
-    def _run(self, images: Tensor) -> Tensor: ...
+        return self.run(images.detach().cpu().contiguous())
 
 
 def check_images(name: str, images: Tensor, shape: tuple[int | str, ...], reason: str = "") -> None:
@@ -88,7 +83,6 @@ class Runtime(ABC):
     name: ClassVar[str]  # in commands and rows
     label: ClassVar[str]  # for people
     suffix: ClassVar[str]  # of its files
-    model: ClassVar[type[RuntimeModel]]  # reads a file
     modules: ClassVar[tuple[str, ...]]  # the first one reads files, all of them write
     dynamic_shapes: ClassVar[bool] = False  # one file takes any number of images at once and, on request, of any size
     flatten_maps: ClassVar[bool] = False  # Square-Excitation is faster on maps of shape (N, C, H·W)
@@ -98,6 +92,10 @@ class Runtime(ABC):
         """Fail early if a module of this runtime is missing."""
         for module in self.modules:
             require(module)
+
+    @abstractmethod
+    def load(self, path: Path) -> RuntimeModel:
+        """Read a file that :func:`deepsquare.export.export` wrote."""
 
     @abstractmethod
     def convert(

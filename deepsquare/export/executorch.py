@@ -11,41 +11,37 @@ from torch import Tensor, fx, nn
 from deepsquare.export.base import METADATA_KEY, Metadata, Runtime, RuntimeModel, quiet, require
 
 
-class ExecuTorchModel(RuntimeModel):
-    """A .pte file in ExecuTorch's runtime; its batch size is fixed in the file."""
+class ExecuTorch(Runtime):
+    """Writes .pte files and runs them in ExecuTorch's Python runtime."""
 
-    def __init__(self, path: Path) -> None:
+    name, label, suffix = "executorch", "ExecuTorch", ".pte"
+    modules = ("executorch.runtime",)
+    delegate = "XNNPACK"
+
+    def load(self, path: Path) -> RuntimeModel:
+        """A .pte file in ExecuTorch's runtime; it runs in batches of the file's size, the last one padded."""
         runtime = require("executorch.runtime")
         with path.open("rb") as file:
             if file.read(6)[4:] != b"ET":  # ExecuTorch may abort the process on other bytes
                 raise ValueError(f"{path} is no ExecuTorch program; give a file that deepsquare export wrote")
         try:
             with quiet():
-                self._program = runtime.Runtime.get().load_program(path)
-                methods = self._program.method_names
-                self._forward = self._program.load_method("forward")
+                program = runtime.Runtime.get().load_program(path)
+                methods = program.method_names
+                forward = program.load_method("forward")
         except RuntimeError as error:
             raise ValueError(f"{path} is no complete ExecuTorch program ({error}); export it again") from error
-        text = self._program.load_method(METADATA_KEY).execute([])[0] if METADATA_KEY in methods else None
-        self.metadata = Metadata.loads(text, path)
-        self.shape = tuple(self._forward.metadata.input_tensor_meta(0).sizes())
-        self.batch_size = int(self.shape[0])
+        text = program.load_method(METADATA_KEY).execute([])[0] if METADATA_KEY in methods else None
+        shape = tuple(forward.metadata.input_tensor_meta(0).sizes())
 
-    def _run(self, images: Tensor) -> Tensor:
-        """In batches of the file's size; the last one is padded."""
-        logits = []
-        for batch in torch.split(images, self.batch_size):
-            padded = torch.cat((batch, batch[:1].expand(self.batch_size - len(batch), *batch.shape[1:])))
-            logits.append(self._forward.execute([padded])[0][: len(batch)].clone())
-        return torch.cat(logits)
+        def run(images: Tensor) -> Tensor:
+            logits, forward = [], program.load_method("forward")  # cached by the program
+            for batch in torch.split(images, shape[0]):
+                padded = torch.cat((batch, batch[:1].expand(shape[0] - len(batch), *batch.shape[1:])))
+                logits.append(forward.execute([padded])[0][: len(batch)].clone())
+            return torch.cat(logits)
 
-
-class ExecuTorch(Runtime):
-    """Writes .pte files and runs them in ExecuTorch's Python runtime."""
-
-    name, label, suffix, model = "executorch", "ExecuTorch", ".pte", ExecuTorchModel
-    modules = ("executorch.runtime",)
-    delegate = "XNNPACK"
+        return RuntimeModel(Metadata.loads(text, path), shape, run)
 
     def convert(
         self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool

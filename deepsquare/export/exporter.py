@@ -99,7 +99,7 @@ def export(
     try:
         with atomic_write(path) as temporary:
             temporary.write_bytes(content)
-            logits = runtime.model(temporary)(images)
+            logits = runtime.load(temporary)(images)
             max_rel_error = _max_rel_error(logits, expected)
             if calibration is None and not max_rel_error <= allowed:
                 raise ExportError(

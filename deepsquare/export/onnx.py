@@ -13,39 +13,35 @@ CALIBRATION_BATCH_SIZE = 16
 PERCENTILE = 99.9  # of an activation's values lie within its range: the largest values of a square are outliers
 
 
-class OnnxModel(RuntimeModel):
-    """An ONNX file in onnxruntime."""
-
-    global_threads = False  # whether all models share one pool of threads instead of a pool for each
-
-    def __init__(self, path: Path) -> None:
-        onnxruntime = require("onnxruntime")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        options.use_per_session_threads = not self.global_threads
-        try:
-            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # of classes that onnxruntime does not export
-            reason = str(error).strip().splitlines()[-1]
-            raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
-        self.metadata = Metadata.loads(self.session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
-        (model_input,) = self.session.get_inputs()
-        self._input, self.shape = model_input.name, tuple(model_input.shape)
-
-    def _run(self, images: Tensor) -> Tensor:
-        (logits,) = self.session.run(None, {self._input: images.numpy()})
-        return torch.from_numpy(logits)
-
-
 class OnnxRuntime(Runtime):
     """Writes ONNX files and runs them in onnxruntime."""
 
-    name, label, suffix, model = "onnx", "onnxruntime", ".onnx", OnnxModel
+    name, label, suffix = "onnx", "onnxruntime", ".onnx"
     modules = ("onnxruntime", "onnx", "onnxscript")
     dynamic_shapes = True
     # onnxruntime stores maps in blocks of channels, squares them in that layout and then reorders both the map and its
     # square; of a flattened map it reorders only the map.
     flatten_maps = True
+    global_threads = False  # whether all models share one pool of threads instead of a pool for each
+
+    def load(self, path: Path) -> RuntimeModel:
+        """An ONNX file in onnxruntime."""
+        onnxruntime = require("onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        options.use_per_session_threads = not self.global_threads
+        try:
+            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of classes that onnxruntime does not export
+            reason = str(error).strip().splitlines()[-1]
+            raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
+        (model_input,) = session.get_inputs()
+        metadata = Metadata.loads(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
+
+        def run(images: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(None, {model_input.name: images.numpy()})[0])
+
+        return RuntimeModel(metadata, tuple(model_input.shape), run)
 
     def convert(
         self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
@@ -104,4 +100,4 @@ class OnnxRuntime(Runtime):
     def set_num_threads(self, num_threads: int) -> None:
         """One global pool; the pool of each session would spin for a while beside the session that runs next."""
         require("onnxruntime").set_global_thread_pool_sizes(num_threads, 1)
-        OnnxModel.global_threads = True
+        self.global_threads = True

@@ -32,4 +32,4 @@ def load_exported(path: str | os.PathLike[str]) -> RuntimeModel:
     runtime = runtime_for(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    return runtime.model(path)
+    return runtime.load(path)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 CONFIDENCE = 0.95
 
@@ -57,6 +56,8 @@ class Interval:
 
 def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> Interval | None:
     """Mean ± t·s/√n with n − 1 degrees of freedom; None without values."""
+    from scipy import stats  # of the extra paper
+
     n = len(values)
     if n == 0:
         return None
@@ -82,6 +83,8 @@ class Median(NamedTuple):
 
 def median(values: Sequence[float]) -> Median:
     """For times, which have outliers: a rank-based interval, which is the range for fewer than 9 values."""
+    from scipy import stats
+
     ordered = sorted(values)
     rank = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1)
     return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])

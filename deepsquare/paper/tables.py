@@ -6,7 +6,7 @@ ImageNet, as Section 5 says; DeepSquare6 and DeepSquare8 use the scaled, negativ
 
 from dataclasses import dataclass
 
-from deepsquare.training.named_recipes import LONGER, RECIPES
+from deepsquare.training.recipe import LONGER, RECIPES
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from deepsquare.data.loader import batches
 from deepsquare.data.source import Source
 from deepsquare.data.transforms import TrainTransform, Transform
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.training.config import DEFAULT_LOADER, LoaderConfig
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
-from deepsquare.training.recipe import ImageNetRecipe
+from deepsquare.training.recipe import DEFAULT_LOADER, ImageNetRecipe, LoaderConfig
 
 logger = logging.getLogger("deepsquare")
 

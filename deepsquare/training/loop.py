@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from deepsquare._compat import upgrade_training_state
 from deepsquare._files import atomic_write, remove_stale_temps
 from deepsquare.results import pack_bits, round_for_json
-from deepsquare.training.config import describe_run
-from deepsquare.training.recipe import Recipe
+from deepsquare.training.recipe import Recipe, describe_run
 from deepsquare.training.trainer import Trainer, evaluate
 
 logger = logging.getLogger("deepsquare")

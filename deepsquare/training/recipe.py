@@ -1,18 +1,30 @@
-"""Recipes: the hyperparameters that decide the result of a training run, together with the data and the seed."""
+"""Recipes: the hyperparameters that decide the result of a run, with the data and the seed; and how it is computed.
 
-from __future__ import annotations
+``RECIPES`` has the paper's for ImageNet by name: ``resnet18``, ``resnet18+pooling``, ``resnet18+softmin@200``.
 
-import dataclasses
+NOTE not in paper: which networks count as "the CNNs with DeepSquare" for dropout. All with a spec do; the plain ones
+are trained without.
+"""
+
+import json
 import math
+import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from dataclasses import asdict, dataclass, fields, replace
+from inspect import formatannotation
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 import torch
 from torch import nn
 
+from deepsquare.models import NETWORKS
+
 Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is expected
+OUTCOME_FIELDS = ("precision", "ema", "sync_bn")  # of TrainerConfig: they influence the result
+DROPOUT = 0.2
+LONGER = ("resnet18+softmin", 200)  # the one network that Table 4 trains for another number of epochs too
 
 
 def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,13 +32,12 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
     An int may stand for a float and a list for a tuple, but a bool for neither, and a string for nothing else.
     """
-    hints, types = get_type_hints(kind), {field.name: field.type for field in dataclasses.fields(kind)}
-    converted = {}
+    hints, converted = get_type_hints(kind), {}
     for name, value in values.items():
         try:
             converted[name] = msgspec.convert(value, hints[name], strict=True)
         except msgspec.ValidationError as error:
-            raise TypeError(f"{name} is {value!r}; expected {types[name]}") from error
+            raise TypeError(f"{name} is {value!r}; expected {formatannotation(hints[name])}") from error
     return converted
 
 
@@ -155,9 +166,78 @@ class ImageNetRecipe(Recipe):
         yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
 
 
+@dataclass(frozen=True)
+class LoaderConfig(Validated):
+    """How images are read.
+
+    Attributes:
+        pipeline: Decoder: fast, torchvision or dali.
+        workers: Decoding processes per training process, or 0 to decode in the training process; None for 0 on the
+            CPU, and for a share of the cores with a GPU.
+        damaged: Share of the images that may be undecodable before it is an error.
+    """
+
+    pipeline: str = "fast"
+    workers: int | None = None
+    damaged: float = 0.001
+
+    def _checks(self) -> Iterable[Check]:
+        yield "workers", self.workers is None or self.workers >= 0, "0 or more"
+        yield "damaged", 0 <= self.damaged <= 1, "a share of the images, 0 to 1"
+
+
+DEFAULT_LOADER = LoaderConfig()
+
+
+@dataclass(frozen=True)
+class TrainerConfig(Validated):
+    """How a run is computed. The result depends on ``precision``, ``ema`` and ``sync_bn`` too: see describe_run.
+
+    Attributes:
+        precision: Precision of the forward and backward pass; bfloat16 and float16 use autocast, float16 also scales
+            the loss.
+        ema: Decay of an exponential moving average of the weights, which is evaluated and saved too; None for no EMA.
+        sync_bn: Compute batch statistics over all processes instead of each process's part (GPU only).
+        micro_batch_size: Images per forward and backward pass of a process, whose gradients accumulate over a batch;
+            None for the whole batch.
+        channels_last: Store images and weights in channels_last, which is the fastest format for convolutions.
+        compile: Use torch.compile.
+        checkpoint_minutes: Minutes between two checkpoints within an epoch.
+        tensorboard: Write TensorBoard event files.
+        loading: How images are read.
+    """
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    ema: float | None = None
+    sync_bn: bool = False
+    micro_batch_size: int | None = None
+    channels_last: bool = True
+    compile: bool = False
+    checkpoint_minutes: float = 15.0
+    tensorboard: bool = False
+    loading: LoaderConfig = DEFAULT_LOADER
+
+    def _checks(self) -> Iterable[Check]:
+        yield "ema", self.ema is None or 0 < self.ema < 1, "0 < ema < 1"
+        yield "micro_batch_size", self.micro_batch_size is None or self.micro_batch_size >= 1, "at least 1"
+        yield "checkpoint_minutes", self.checkpoint_minutes >= 0, "0 or more"
+
+
+DEFAULT_CONFIG = TrainerConfig()
+
+
+def describe_run(recipe: Recipe, config: TrainerConfig = DEFAULT_CONFIG) -> dict[str, Any]:
+    """What rows store as the recipe, and what must match when a run is resumed.
+
+    Runs by an ImageNetRecipe include the outcome fields of the config; other recipes are used with the defaults.
+    """
+    outcome = OUTCOME_FIELDS if isinstance(recipe, ImageNetRecipe) else ()
+    return {**asdict(recipe), **{name: getattr(config, name) for name in outcome}}
+
+
 def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageNetRecipe, list[str]]:
     """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
-    known = {field.name for field in dataclasses.fields(recipe)}
+    known = {field.name for field in fields(recipe)}
     if unknown := changes.keys() - known:
         names = ", ".join(sorted(known))
         raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {names}")
@@ -172,4 +252,65 @@ def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageN
     if epochs < recipe.warmup and "warmup" not in changes:
         changes["warmup"] = float(epochs)
         notes.append(f"the warm-up of {recipe.warmup:g} epochs is shortened to the {epochs} epochs of the run")
-    return dataclasses.replace(recipe, **changes), notes
+    return replace(recipe, **changes), notes
+
+
+def _recipes() -> dict[str, ImageNetRecipe]:
+    recipes = {}
+    for network in NETWORKS:
+        shufflenet = network.model.startswith("shufflenet")
+        recipes[network.name] = ImageNetRecipe(
+            epochs=400 if shufflenet else 120,
+            weight_decay=4e-5 if shufflenet else 1e-4,
+            model=network.model,
+            spec=network.spec,
+            dropout=DROPOUT if network.spec else None,
+        )
+        if network.name == LONGER[0]:
+            recipes[f"{network.name}@{LONGER[1]}"] = replace(recipes[network.name], epochs=LONGER[1])
+    return recipes
+
+
+RECIPES: dict[str, ImageNetRecipe] = _recipes()
+
+
+def configure(
+    name: str, changes: Mapping[str, Any], file: Path | None = None, loading: LoaderConfig = DEFAULT_LOADER
+) -> tuple[ImageNetRecipe, TrainerConfig, list[str]]:
+    """A named recipe and the config, changed by a file and then by ``changes``; and notes on fields that follow.
+
+    ``changes`` may have fields of ImageNetRecipe and TrainerConfig, the file those that decide the result.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
+    recipe, config, stored = RECIPES[name], TrainerConfig(loading=loading), _read_changes(file) if file else {}
+    try:
+        _apply(recipe, config, stored)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    return _apply(recipe, config, {**stored, **changes})
+
+
+def _apply(
+    recipe: ImageNetRecipe, config: TrainerConfig, changes: Mapping[str, Any]
+) -> tuple[ImageNetRecipe, TrainerConfig, list[str]]:
+    names = {field.name for field in fields(TrainerConfig)}
+    recipe, notes = override(recipe, {name: value for name, value in changes.items() if name not in names})
+    converted = convert_fields(TrainerConfig, {name: value for name, value in changes.items() if name in names})
+    return recipe, replace(config, **converted), notes
+
+
+def _read_changes(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected changes to a recipe as TOML or JSON")
+    try:
+        changes = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML or, with the suffix .json, JSON: {error}") from error
+    if not isinstance(changes, dict):
+        raise ValueError(f"{path} contains a {type(changes).__name__}; expected fields of a recipe with their values")
+    config_fields = {field.name for kind in (TrainerConfig, LoaderConfig) for field in fields(kind)}
+    if misplaced := sorted((config_fields - set(OUTCOME_FIELDS)) & changes.keys()):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
+        raise ValueError(f"{path}: {flags} is not part of a recipe; set it on the command line")
+    return changes

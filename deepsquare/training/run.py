@@ -21,11 +21,10 @@ from deepsquare.data.splits import check_same_classes, open_source
 from deepsquare.models import create_model
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store
-from deepsquare.training.config import DEFAULT_CONFIG, TrainerConfig, describe_run
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
 from deepsquare.training.loop import DivergedError, History, StoppedError, fit
-from deepsquare.training.recipe import ImageNetRecipe
+from deepsquare.training.recipe import DEFAULT_CONFIG, ImageNetRecipe, TrainerConfig, describe_run
 from deepsquare.training.trainer import Trainer
 
 IMAGENET = (1000, 1_281_167)  # its number of classes and of training images

@@ -15,9 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from deepsquare.data.loader import NO_LABEL
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.training.config import DEFAULT_CONFIG, TrainerConfig
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
-from deepsquare.training.recipe import Recipe
+from deepsquare.training.recipe import DEFAULT_CONFIG, Recipe, TrainerConfig
 
 
 class EvalMetrics(NamedTuple):

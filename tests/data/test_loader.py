@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from deepsquare.data import Batch, Source, TrainTransform, available, batches, open_source, write_shards
-from deepsquare.data.jpeg import jpeg_size
+from deepsquare.data.pil import jpeg_size
 from deepsquare.data.transforms import Transform, random_crop
 from deepsquare.preprocessing import Preprocessing
 

@@ -15,8 +15,8 @@ from helpers.images import draw_image, encode, make_class_folders
 from scipy import stats
 
 from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, write_shards
-from deepsquare.data.jpeg import jpeg_size
 from deepsquare.data.loader import BatchDataset
+from deepsquare.data.pil import jpeg_size
 from deepsquare.data.transforms import CropParams, center_crop, random_crop
 from deepsquare.preprocessing import Preprocessing
 

@@ -53,7 +53,7 @@ def test_ratios_are_medians_over_the_rounds() -> None:
 @pytest.mark.filterwarnings("ignore:random images stand in")
 @pytest.mark.slow
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train.run(rounds=2, steps=2, folder=None, results=tmp_path)
+    train.run(rounds=2, steps=2, data=None, results=tmp_path)
     assert "times as fast as torchvision" in capsys.readouterr().out.replace("\n", " ")
     (row,) = bench_rows(tmp_path)
     seconds = row.metrics["seconds"]
@@ -116,7 +116,7 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_a_killed_candidate_ends_the_benchmark(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no CIFAR-10 in"):
-        train.run(rounds=1, steps=1, folder=tmp_path / "nothing", results=tmp_path)
+        train.run(rounds=1, steps=1, data=tmp_path / "nothing", results=tmp_path)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
         with pytest.raises(OSError, match="the process of 'deepsquare' was killed"):
@@ -125,7 +125,7 @@ def test_a_killed_candidate_ends_the_benchmark(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
-        train.run(rounds=0, steps=None, folder=None, results=tmp_path)
+        train.run(rounds=0, steps=None, data=None, results=tmp_path)
     with pytest.raises(ValueError, match="there is no function 'relu'; choose from square_pooling"):
         ops.run(["relu"], rounds=1, results=tmp_path)
     with pytest.raises(ValueError, match="batch_size is 0"):

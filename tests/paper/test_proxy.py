@@ -9,8 +9,7 @@ from helpers.images import make_colored_folders
 from deepsquare.paper.grid.runner import TrainingRun
 from deepsquare.paper.imagenet.proxy import ImageFolderTraining, proxy_runs, recipe_of
 from deepsquare.results import Row
-from deepsquare.training.named_recipes import RECIPES
-from deepsquare.training.recipe import ImageNetRecipe
+from deepsquare.training.recipe import RECIPES, ImageNetRecipe
 
 
 def short(run: TrainingRun) -> TrainingRun:

@@ -13,9 +13,7 @@ from deepsquare.cost import cost_of
 from deepsquare.paper.imagenet.hours import seconds_at_best
 from deepsquare.results import Store
 from deepsquare.training import CifarRecipe, ImageNetRecipe, TrainerConfig
-from deepsquare.training.config import describe_run
-from deepsquare.training.named_recipes import RECIPES
-from deepsquare.training.recipe import override
+from deepsquare.training.recipe import RECIPES, describe_run, override
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -5,22 +5,30 @@ affects all candidates alike. A result is the median over the rounds with its 95
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from rich.table import Table
+from tyro.conf import arg
 
 from deepsquare._files import ensure_writable
+from deepsquare.paper import require_paper
 from deepsquare.paper.statistics import Median
 from deepsquare.results import Row, Store, round_for_json
 
 T = TypeVar("T")
 K = TypeVar("K")
+Backbones = Annotated[Sequence[str], arg(help="Networks.")]
+Specs = Annotated[Sequence[str], arg(help="Specs to equip them with.")]
+Rounds = Annotated[int, arg(help="Rounds; each measures every candidate.")]
+Results = Annotated[Path, arg(help="Folder for bench.jsonl, to which the rows are appended.")]
+RESULTS = Path("out/results")
 
 
 def check(results: Path, **counts: int | None) -> None:
-    """Fail early: every count is at least 1 (or None), and ``results`` is writable."""
+    """Fail early: the extra is installed, every count is at least 1 (or None), and ``results`` is writable."""
+    require_paper()
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} is {count}; expected at least 1")

@@ -15,11 +15,12 @@ import rich
 import torch
 from rich.progress import Progress
 from rich.table import Table
+from tyro.conf import Suppress
 
 from deepsquare._threads import cores
 from deepsquare.data import Source, TrainTransform, available, batches, open_source
-from deepsquare.data.folders import FolderSource
-from deepsquare.data.jpeg import jpeg_size
+from deepsquare.data.pil import jpeg_size
+from deepsquare.data.splits import FolderSource
 from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import median, median_ratio
 
@@ -80,12 +81,19 @@ def _measure(workload: Workload) -> tuple[float, float]:
     return (time.perf_counter() - start) / images, (sum(os.times()[:4]) - cpu_start) / images
 
 
-def run(folder: Path, *, rounds: int, results: Path, images: int = 4096) -> None:
-    """Time every candidate on ``images`` images per round, print the comparison and append it to ``bench.jsonl``."""
+def run(
+    data: Path, *, rounds: _common.Rounds = 9, results: _common.Results = _common.RESULTS, images: Suppress[int] = 4096
+) -> None:
+    """Every data pipeline against torchvision's ImageFolder with a DataLoader.
+
+    Args:
+        data: Folder that holds train, with a folder of images per class.
+        images: Images per round.
+    """
     _common.check(results, rounds=rounds, images=images)
-    source = open_source(folder, "train")
+    source = open_source(data, "train")
     if not isinstance(source, FolderSource):
-        raise ValueError(f"{folder} has shards, which ImageFolder does not read; give one with class folders")
+        raise ValueError(f"{data} has shards, which ImageFolder does not read; give one with class folders")
     start = time.perf_counter()
     candidates = {name: partial(_measure, workload) for name, workload in _candidates(source, images).items()}
     with Progress(transient=True) as progress:

@@ -40,8 +40,14 @@ SIZE, NUM_IMAGES = 224, 16  # of the input, and for calibration
 WARMUP_ITERATIONS, MEMORY_ITERATIONS = 5, 5
 
 
-def run(backbones: Sequence[str], specs: Sequence[str], *, rounds: int, results: Path) -> None:
-    """Export and measure each spec on each backbone; one row per backbone, runtime and precision in ``bench.jsonl``."""
+def run(
+    backbones: _common.Backbones = BACKBONES,
+    specs: _common.Specs = SPECS,
+    *,
+    rounds: _common.Rounds = 300,
+    results: _common.Results = _common.RESULTS,
+) -> None:
+    """Every technique in onnxruntime and ExecuTorch, float32 and int8, against its plain network."""
     _common.check(results, rounds=rounds)
     for backbone, spec in product(backbones, specs):
         cost_of(backbone, spec)  # fail early on a spec that does not fit

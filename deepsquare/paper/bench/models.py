@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import rich
@@ -62,8 +61,14 @@ def _workloads(backbone: str, spec: str) -> dict[str, Callable[[], None]]:
     return workloads
 
 
-def run(backbones: Sequence[str], specs: Sequence[str], *, rounds: int, results: Path) -> None:
-    """Time every spec on every backbone, print the ratios and append one row per backbone to ``bench.jsonl``."""
+def run(
+    backbones: _common.Backbones = BACKBONES,
+    specs: _common.Specs = SPECS,
+    *,
+    rounds: _common.Rounds = 9,
+    results: _common.Results = _common.RESULTS,
+) -> None:
+    """Every technique and baseline against its plain network, in inference and training."""
     _common.check(results, rounds=rounds)
     for spec in specs:
         if "fisher" in spec:

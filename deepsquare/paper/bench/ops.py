@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tyro.conf import Suppress
 
 from deepsquare import functional as DF
 from deepsquare.kernels import without_kernels
@@ -84,8 +84,19 @@ def _baselines(channels: int) -> dict[str, nn.Module]:
     return {"timm SE": squeeze_excite.SEModule(channels), "timm ECA": eca.EcaModule(channels), "timm GE": gather}
 
 
-def run(functions: Sequence[str], *, rounds: int, results: Path, batch_size: int = BATCH_SIZE) -> None:
-    """Time every case, print the ratios and append one row per function, layout and dtype to ``bench.jsonl``."""
+def run(
+    functions: Sequence[str] = tuple(FUNCTIONS),
+    *,
+    rounds: _common.Rounds = 15,
+    results: _common.Results = _common.RESULTS,
+    batch_size: Suppress[int] = BATCH_SIZE,
+) -> None:
+    """Every function against memory bandwidth, the formula, torch.compile and timm's attention modules.
+
+    Args:
+        functions: Functions, such as square_pooling.
+        batch_size: Maps per call.
+    """
     _common.check(results, rounds=rounds, batch_size=batch_size)
     for function in functions:
         if function not in FUNCTIONS:

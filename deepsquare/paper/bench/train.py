@@ -29,6 +29,7 @@ from deepsquare.data.in_memory import InMemoryBatches, LabeledImages
 from deepsquare.models import create_model
 from deepsquare.paper.bench import _common
 from deepsquare.paper.cifar10.experiment import SCHEDULES
+from deepsquare.paper.options import Cifar10Folder
 from deepsquare.paper.statistics import median, median_ratio
 from deepsquare.preprocessing import CIFAR10_MEAN, CIFAR10_STD
 from deepsquare.training import CifarRecipe
@@ -119,13 +120,20 @@ CANDIDATES: dict[str, Callable[[LabeledImages, CifarRecipe], Workload]] = {
 }
 
 
-def run(*, rounds: int, steps: int | None, folder: Path | None, results: Path) -> None:
-    """Time every candidate over one epoch per round, print the comparison and append it to ``bench.jsonl``.
+def run(
+    *,
+    rounds: _common.Rounds = 5,
+    steps: int | None = None,
+    data: Cifar10Folder = None,
+    results: _common.Results = _common.RESULTS,
+) -> None:
+    """The training loop on CIFAR-10 against bare steps, and against torchvision with a DataLoader.
 
-    Without CIFAR-10 the images are random, which takes the same time.
+    Args:
+        steps: Training steps per round; one epoch if not given.
     """
     _common.check(results, rounds=rounds, steps=steps)
-    if reason := _load(folder)[1]:  # a wrong folder fails here, before any process starts
+    if reason := _load(data)[1]:  # a wrong folder fails here, before any process starts
         warnings.warn(f"random images stand in for CIFAR-10, which takes the same time: {reason}", stacklevel=2)
     recipe = SCHEDULES["short"]
     epoch_steps = IMAGES_PER_EPOCH // recipe.batch_size
@@ -133,8 +141,8 @@ def run(*, rounds: int, steps: int | None, folder: Path | None, results: Path) -
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pools = {name: stack.enter_context(ProcessPoolExecutor(1, context)) for name in CANDIDATES}
-        wait([pool.submit(_time, name, folder, min(steps, 20)) for name, pool in pools.items()])  # warm-up
-        candidates = {name: partial(time_in_process, pool, name, folder, steps) for name, pool in pools.items()}
+        wait([pool.submit(_time, name, data, min(steps, 20)) for name, pool in pools.items()])  # warm-up
+        candidates = {name: partial(time_in_process, pool, name, data, steps) for name, pool in pools.items()}
         times = _common.interleave(candidates, range(rounds))
     seconds = {name: [value * epoch_steps / steps for value in values] for name, values in times.items()}
     first_layer = 2 * 27 * 32 * 16 * 16  # computes no gradient for the images

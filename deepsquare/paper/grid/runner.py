@@ -7,8 +7,7 @@ to the same result. A lock per run keeps two grids that share a store from train
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepsquare._files import ensure_writable, remove_stale_temps
+from deepsquare._files import ensure_writable, lock, remove_stale_temps
 from deepsquare.models import create_model
 from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.results import Row, Store, run_key
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
-from deepsquare.training.config import describe_run
-
-try:
-    import fcntl
-except ImportError:  # Windows: one grid at a time
-    fcntl = None  # type: ignore[assignment]
+from deepsquare.training.recipe import describe_run
 
 DataSource = Callable[["TrainingRun"], tuple[Batches, Evaluation]]
 TrainFunction = Callable[["TrainingRun", Path, OnProgress], Row]  # resumes from the checkpoint at the path
@@ -77,12 +71,14 @@ class Task:
     def __call__(self, on_progress: OnProgress) -> Row | None:
         """Train the run, or resume it; None if another grid trains it or has stored its row."""
         torch.set_num_threads(1)
-        with _try_lock(checkpoint_of(self.run, self.store).with_suffix(".lock")) as locked:
-            if not locked:
+        checkpoint = checkpoint_of(self.run, self.store)
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        with checkpoint.with_suffix(".lock").open("w") as file:
+            if not lock(file, wait=False):
                 return None
             row = None
             if self.run.key not in {stored.key for stored in Store(self.store).rows()}:
-                row = self.train(self.run, checkpoint_of(self.run, self.store), on_progress)
+                row = self.train(self.run, checkpoint, on_progress)
                 Store(self.store).append(row)  # while locked, so that no other grid repeats the run
             remove_checkpoint(self.run, self.store)
             return row
@@ -170,17 +166,3 @@ def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, wo
         backend.stop()
     if failures:
         raise OSError(f"{len(failures)} of {len(runs)} runs failed:\n" + "\n".join(failures))
-
-
-@contextmanager
-def _try_lock(path: Path) -> Iterator[bool]:
-    """Whether the lock of a run was free; it is held during the block."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-        yield True

@@ -21,8 +21,7 @@ from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Seeds, ch
 from deepsquare.paper.tables import CONTINUED, PaperRow
 from deepsquare.results import Row, Store
 from deepsquare.training import ImageNetRecipe
-from deepsquare.training.named_recipes import DROPOUT, RECIPES
-from deepsquare.training.recipe import override
+from deepsquare.training.recipe import DROPOUT, RECIPES, override
 from deepsquare.training.run import setup_training
 
 SIZES = {"resnet18": 64, "shufflenet_v2_x1_0": 96, "shufflenet_v2_x0_5": 96}  # ResNet50 would take days
