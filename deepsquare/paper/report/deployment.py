@@ -1,7 +1,6 @@
 """Exported networks: how far they differ from their models, what int8 costs, and their latency."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from deepsquare.export.runtimes import RUNTIMES as EXPORT_RUNTIMES
@@ -17,26 +16,6 @@ PAPER_TERMS = {"pooling", "softmin", "excitation", "encoding"}
 def title(spec: str) -> str:
     """The techniques of a network, by their titles."""
     return PLAIN.get(spec) or spec_title(spec)
-
-
-@dataclass(frozen=True)
-class Latencies:
-    """A backbone in one runtime and precision: measurements by spec, the plain network first."""
-
-    runtime: str
-    precision: str
-    specs: Mapping[str, Mapping[str, Any]]
-    rounds: int
-
-    @property
-    def title(self) -> str:
-        """Runtime and precision."""
-        return f"{RUNTIMES[self.runtime]}, {self.precision}"
-
-    @property
-    def threads(self) -> list[str]:
-        """The numbers of threads."""
-        return [name for name in next(iter(self.specs.values())) if name.isdigit()]
 
 
 def parities(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -81,11 +60,14 @@ def int8_accuracies(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return networks
 
 
-def latencies(rows: Sequence[Row]) -> dict[str, list[Latencies]]:
-    """By backbone, the last measurement of each runtime and precision."""
-    groups: dict[str, list[Latencies]] = {}
-    for name, measured in bench_rows(rows, "deploy").items():
+def latencies(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """By backbone, the last measurement of each runtime and precision, by spec; the plain network is the first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    in_order = sorted(bench_rows(rows, "deploy").items(), key=lambda item: list(RUNTIMES).index(item[0].split("/")[-2]))
+    for name, measured in in_order:
         backbone, runtime, precision = name.rsplit("/", 2)
-        metrics, recipe = measured[-1].metrics, measured[-1].recipe
-        groups.setdefault(backbone, []).append(Latencies(runtime, precision, metrics, recipe["rounds"]))
-    return {name: sorted(group, key=lambda m: list(RUNTIMES).index(m.runtime)) for name, group in groups.items()}
+        specs, rounds = measured[-1].metrics, measured[-1].recipe["rounds"]
+        threads = [key for key in next(iter(specs.values())) if key.isdigit()]
+        group = {"title": f"{RUNTIMES[runtime]}, {precision}", "specs": specs, "threads": threads, "rounds": rounds}
+        groups.setdefault(backbone, []).append(group)
+    return groups

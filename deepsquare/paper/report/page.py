@@ -72,7 +72,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = op_times(rows)
     latencies = deployment.latencies(rows)
-    fig2 = figures.fig2_rows(results)
+    fig2, spirals = figures.fig2_rows(results), figures.spiral_metrics(rows)
     return {
         "rule": verdict,
         "claims": claims,
@@ -81,17 +81,18 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "too_few": sum(claim.verdict is not None and not claim.judged_on for claim in claims),
         "figures": [
             {
-                "figure": figure,
-                "image": figures.figure_data_uri(f"fig{figure.number}.png", images),
-                "counts": summarize(fig2) if fig2 and figure.number == 2 else [],
-                "finals": figures.spiral_results(rows, figure.task, figure.smoothness) if figure.task else None,
+                "number": number,
+                "title": title,
+                "image": figures.figure_data_uri(f"fig{number}.png", images),
+                "counts": summarize(fig2) if fig2 and number == 2 else [],
+                "finals": figures.spiral_results(spirals, task, smoothness) if task else None,
             }
-            for figure in figures.FIGURES
+            for number, (title, task, smoothness) in figures.FIGURES.items()
         ],
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
-        "activation_costs": figures.activation_costs(rows),
-        "ablations": figures.ablations(rows),
+        "activation_costs": spirals.get("activation cost", {}).get("relative_to_relu", {}),
+        "spirals": spirals,
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
@@ -161,25 +162,24 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs, hardware, versions and commits of each experiment of the page."""
     shown = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
-    return [
-        {"experiment": experiment, **_conditions(group)}
-        for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items())
-    ]
-
-
-def _conditions(rows: Sequence[Row]) -> dict[str, Any]:
-    dates = sorted(row.date[:10] for row in rows if row.date)
-    networks = max(row.recipe.get("seeds", 0) for row in rows)  # where one row holds all seeds of a network
-    versions = {", ".join(f"{name} {version}" for name, version in row.versions.items() if version) for row in rows}
-    return {
-        "runs": len(rows),
-        "seeds": f"{networks} a network" if networks else ", ".join(map(str, sorted({row.seed for row in rows}))),
-        "hours": sum(row.seconds for row in rows) / 3600,
-        "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "–",
-        "hardware": sorted({row.hardware for row in rows} - {""}),
-        "versions": sorted(versions - {""}),
-        "commits": sorted({row.commit[:10] for row in rows if row.commit}),
-    }
+    experiments = []
+    for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items()):
+        dates = sorted(row.date[:10] for row in group if row.date)
+        networks = max(row.recipe.get("seeds", 0) for row in group)  # where one row holds all seeds of a network
+        seeds = ", ".join(map(str, sorted({row.seed for row in group})))
+        versions = {", ".join(f"{name} {value}" for name, value in row.versions.items() if value) for row in group}
+        summary = {
+            "experiment": experiment,
+            "runs": len(group),
+            "seeds": f"{networks} a network" if networks else seeds,
+            "hours": sum(row.seconds for row in group) / 3600,
+            "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "–",
+            "hardware": sorted({row.hardware for row in group} - {""}),
+            "versions": sorted(versions - {""}),
+            "commits": sorted({row.commit[:10] for row in group if row.commit}),
+        }
+        experiments.append(summary)
+    return experiments
 
 
 def percent(fraction: float) -> str:
