@@ -1,13 +1,20 @@
-"""What ``deepsquare bench`` measured: techniques against the plain network, functions against the memory bandwidth."""
+"""What was measured: techniques against the plain network, functions against the memory bandwidth, exported networks.
 
-from collections.abc import Mapping, Sequence
+Of an exported network: how far it differs from its model, what int8 costs, and its latency.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from deepsquare.paper.report.evidence import bench_rows
+from deepsquare.export.runtimes import RUNTIMES as EXPORT_RUNTIMES
+from deepsquare.paper.report.evidence import bench_rows, grouped
 from deepsquare.paper.statistics import Median, median_ratio
 from deepsquare.results import Row
 from deepsquare.surgery import TECHNIQUES
 
+RUNTIMES = {name: runtime.label for name, runtime in EXPORT_RUNTIMES.items()}
+PLAIN = {"": "plain", "again": "plain, again"}
+PAPER_TERMS = {"pooling", "softmin", "excitation", "encoding"}
 TERM_TITLES = {"gsop1": "GSoP-Net1", "gsop2": "GSoP-Net2"}
 TERM_TITLES |= {term: technique.title for term, technique in TECHNIQUES.items()}
 TITLES = {
@@ -21,7 +28,7 @@ MAPS_MOVED = {"square_pooling": 1, "square_excitation": 2, "square_excitation_ad
 
 def spec_title(spec: str) -> str:
     """The techniques of a spec by their titles."""
-    return " & ".join(TERM_TITLES.get(term, term) for term in spec.split("+"))
+    return PLAIN.get(spec) or " & ".join(TERM_TITLES.get(term, term) for term in spec.split("+"))
 
 
 def backbones(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
@@ -85,3 +92,58 @@ def bandwidths(op: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
         for name, value in seconds.items():
             points.setdefault(name, []).append((size, MAPS_MOVED[op["function"]] * size / 1e9 / value))
     return points
+
+
+def parities(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A model in each runtime: the largest difference over its specs; a baseline has a line of its own."""
+
+    def line(row: Row) -> str:
+        name, _, spec = row.row.partition("+")
+        return name if not spec or set(spec.split("+")) <= PAPER_TERMS else row.row
+
+    groups = grouped([row for row in rows if row.experiment == "parity"], line)
+    return [{"name": name, **_parity(group)} for name, group in groups.items()]
+
+
+def _parity(rows: Sequence[Row]) -> dict[str, Any]:
+    exported = [row for row in rows if not row.metrics["refused"]]
+    refused = [row for row in rows if row.metrics["refused"]]
+    by_runtime = grouped(exported, lambda row: row.recipe["runtime"])
+
+    def in_runtimes(metric: str, worst: Callable[[Iterable[float]], float]) -> dict[str, float]:
+        return {kind: worst(row.metrics[metric] for row in group) for kind, group in by_runtime.items()}
+
+    return {
+        "specs": len({row.row for row in rows}),
+        "fp32_error": max((row.metrics["fp32_error"] for row in exported), default=None),
+        "max_rel_error": in_runtimes("max_rel_error", max),
+        "top1_agreement": in_runtimes("top1_agreement", min),
+        "undelegated_muls": sum(row.metrics["undelegated_muls"] for row in exported),
+        "refused": [f"{RUNTIMES[row.recipe['runtime']]}: {row.metrics['refused']}" for row in refused],
+    }
+
+
+def int8_accuracies(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The accuracy in per cent, in float32 and in int8 by runtime, of the networks that were evaluated in float32."""
+    groups = grouped([row for row in rows if row.experiment == "int8"], lambda row: (row.row, row.seed))
+    networks = []
+    for (name, seed), group in sorted(groups.items(), key=lambda item: (item[0][0].partition("+")[0], item[0])):
+        metrics = {(row.recipe["runtime"], row.recipe["precision"]): row.metrics for row in group}
+        if float32 := metrics.get(("onnx", "float32")):
+            int8 = {kind: 100 * metrics[kind, "int8"]["accuracy"] for kind in RUNTIMES if (kind, "int8") in metrics}
+            network = {"name": name, "seed": seed, "float32": 100 * float32["accuracy"], "int8": int8}
+            networks.append(network | {"overflows": float32["overflows"]})
+    return networks
+
+
+def latencies(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """By backbone, the last measurement of each runtime and precision, by spec; the plain network is the first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    in_order = sorted(bench_rows(rows, "deploy").items(), key=lambda item: list(RUNTIMES).index(item[0].split("/")[-2]))
+    for name, measured in in_order:
+        backbone, runtime, precision = name.rsplit("/", 2)
+        specs, rounds = measured[-1].metrics, measured[-1].recipe["rounds"]
+        threads = [key for key in next(iter(specs.values())) if key.isdigit()]
+        group = {"title": f"{RUNTIMES[runtime]}, {precision}", "specs": specs, "threads": threads, "rounds": rounds}
+        groups.setdefault(backbone, []).append(group)
+    return groups

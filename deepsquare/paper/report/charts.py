@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from deepsquare.paper.report.bench import bandwidths
-from deepsquare.paper.report.deployment import PLAIN, title
+from deepsquare.paper.report.bench import PLAIN, bandwidths, spec_title
 from deepsquare.paper.report.evidence import RowFindings, Schedule, ScheduleResult, TableFindings
 from deepsquare.paper.statistics import Median
 from deepsquare.paper.tables import TABLE_5, TABLE_6, PaperRow
@@ -341,6 +340,6 @@ def _latency_chart(backbone: str, latencies: Mapping[str, Any], limits: Pair) ->
         labels = [f"{n} thread{'s' if n != '1' else ''}" for n in threads]
         _legend(axes, {label: _series_style(lane, 0.75) for lane, label in enumerate(labels)})
 
-    added = (f"{title(spec)} {100 * times[threads[0]]['ratio'][0] - 100:+.1f}%" for spec, times in specs.items())
+    added = (f"{spec_title(spec)} {100 * times[threads[0]]['ratio'][0] - 100:+.1f}%" for spec, times in specs.items())
     description = f"{label}, time added with one thread: {', '.join(added)}"
     return _draw(size, ((128, 10), (36, 24)), f"{backbone}, {label}", description, plot)

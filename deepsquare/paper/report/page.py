@@ -1,10 +1,8 @@
 """The page: all results and figures in one HTML file that needs no network, and the numbers as Markdown."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
-from deepsquare.paper.report import charts, deployment, figures
-from deepsquare.paper.report.bench import backbones, op_times
+from deepsquare.paper.report import bench, charts, figures
 from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
@@ -30,6 +27,14 @@ PAPER_LAYERS = (  # Table 1: the type of each layer and its output
     ("GAP", "1×1×128"),
     ("FC", "10"),
 )
+TEMPLATES = Environment(
+    loader=PackageLoader("deepsquare.paper.report"),
+    autoescape=select_autoescape(enabled_extensions=("html.j2",), default=False),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {"signed": charts.signed, "short": format_count}
 
 
 def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Path:
@@ -43,23 +48,10 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
     ensure_writable(Path(output))
     context = template_context(results, figures)
     for name in ("summary.md", "index.html"):
-        text = _templates().get_template(f"{name}.j2").render(context)
+        text = TEMPLATES.get_template(f"{name}.j2").render(context)
         with atomic_write(Path(output) / name) as path:
             path.write_text(text, encoding="utf-8")
     return Path(output) / "index.html"
-
-
-@cache
-def _templates() -> Environment:
-    templates = Environment(
-        loader=PackageLoader("deepsquare.paper.report"),
-        autoescape=select_autoescape(enabled_extensions=("html.j2",), default=False),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"signed": charts.signed, "short": format_count, "percent": percent, "recipe": describe_recipe}
-    return templates
 
 
 def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
@@ -68,10 +60,10 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     tables = [table_findings(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     claims = claims_of(cifar)
-    by_backbone = backbones(rows)
+    by_backbone = bench.backbones(rows)
     baselines = table_findings(BASELINES_TABLE, rows)
-    functions = op_times(rows)
-    latencies = deployment.latencies(rows)
+    functions = bench.op_times(rows)
+    latencies = bench.latencies(rows)
     fig2, spirals = figures.fig2_rows(results), figures.spiral_metrics(rows)
     return {
         "rule": verdict,
@@ -102,10 +94,10 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "baselines": (baselines, _costs(baselines)),
         "ops": functions,
         "rooflines": charts.rooflines(functions),
-        "deployment": deployment,
+        "bench": bench,
         "deployed_backbones": [(name, group, charts.latency_charts(name, group)) for name, group in latencies.items()],
-        "int8": deployment.int8_accuracies(rows),
-        "parities": deployment.parities(rows),
+        "int8": bench.int8_accuracies(rows),
+        "parities": bench.parities(rows),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
         "candidates": recipe_candidates(rows),
         "conditions": conditions([*fig2[:1], *rows]),
@@ -180,18 +172,3 @@ def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
         }
         experiments.append(summary)
     return experiments
-
-
-def percent(fraction: float) -> str:
-    """A fraction in per cent, with a lower bound for the smallest."""
-    return f"{fraction:.3%}" if fraction >= 5e-6 else "less than 0.001%"
-
-
-def describe_recipe(text: str) -> str:
-    """A stored recipe as one line of text, without its model and name."""
-    values = {name: value for name, value in json.loads(text).items() if name not in ("model", "schedule")}
-    answers = {True: "yes", False: "no"}
-    return ", ".join(
-        f"{name.replace('_', ' ')} {answers[value] if isinstance(value, bool) else value}"
-        for name, value in values.items()
-    )
