@@ -46,15 +46,14 @@ class Schedule:
 class RunResult:
     """A row that trained a model of the tables; accuracies in per cent."""
 
+    row: Row
     schedule: Schedule
     model: str
     spec: str
-    seed: int
     recipe: str  # without NETWORK_FIELDS
     accuracy: float | None
     curve: tuple[float, ...]
     diverged: bool
-    date: str
 
     @classmethod
     def from_row(cls, row: Row) -> RunResult | None:
@@ -68,15 +67,14 @@ class RunResult:
             fraction = metrics["accuracy"]
             accuracy = 100 * fraction if fraction is not None and math.isfinite(fraction) else None
             return cls(
+                row=row,
                 schedule=Schedule(row.experiment, schedule, epochs, continued="init_from" in recipe),
                 model=str(recipe["model"]),
                 spec=str(recipe["spec"]),
-                seed=row.seed,
                 recipe=json.dumps(shared, sort_keys=True),
                 accuracy=accuracy,
                 curve=tuple(math.nan if value is None else 100 * value for value in metrics.get("test_accuracy", ())),
                 diverged=bool(metrics.get("diverged")) or accuracy is None,
-                date=row.date,
             )
         except (TypeError, ValueError) as error:
             reason = f"the row {row.row} of {row.experiment}, seed {row.seed}, cannot be read ({error}); remove it"
@@ -194,8 +192,8 @@ def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
     entry_epochs = {entry.epochs for entry in table.entries} - {None}
     latest, notes = _latest_recipes(runs, entry_epochs)
     schedules = sorted({run.schedule for run in latest}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
-    first_by_seed = {(run.schedule, run.model, run.spec, run.seed): run for run in reversed(latest)}  # of any label
-    in_order = sorted(first_by_seed.values(), key=lambda run: run.seed)
+    first_by_seed = {(run.schedule, run.model, run.spec, run.row.seed): run for run in reversed(latest)}  # of any label
+    in_order = sorted(first_by_seed.values(), key=lambda run: run.row.seed)
     by_network = grouped(in_order, lambda run: (run.schedule, run.model, run.spec))
     findings = []
     for entry in table.entries:
@@ -234,7 +232,7 @@ def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) ->
     notes = []
     for (experiment, name, model, _), same_name in grouped(runs, name_of).items():
         recipes = grouped(same_name, lambda run: run.recipe)
-        latest = max(recipes.values(), key=lambda same: max(run.date for run in same))
+        latest = max(recipes.values(), key=lambda same: max(run.row.date for run in same))
         kept += latest
         if len(recipes) > 1:
             omitted = len(same_name) - len(latest)
@@ -250,7 +248,7 @@ def _schedule_result(
 ) -> ScheduleResult:
     """Summarize the runs of an entry; ``base`` is None for a base model, which is compared with nothing."""
     accuracies, base_accuracies = (
-        {run.seed: run.accuracy for run in group if run.accuracy is not None and not run.diverged}
+        {run.row.seed: run.accuracy for run in group if run.accuracy is not None and not run.diverged}
         for group in (runs, base or ())
     )
     improvement = None if base is None else paired(accuracies, base_accuracies)

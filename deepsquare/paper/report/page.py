@@ -143,11 +143,11 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
         return {k: v for k, v in row.recipe.items() if k not in ("schedule", "epochs", "spec")}
 
     used = [common(row) for row in rows if row.experiment == "cifar10"]
-    rows = [row for row in rows if row.experiment == "cifar10-recipe"]
-    candidates = [(row, run) for row in rows if (run := RunResult.from_row(row)) and not run.diverged]
+    candidates = [RunResult.from_row(row) for row in rows if row.experiment == "cifar10-recipe"]
+    trained = [run for run in candidates if run and not run.diverged]
     return [
-        {"name": row.row, "accuracy": run.accuracy, "epochs": run.schedule.epochs, "used": common(row) in used}
-        for row, run in sorted(candidates, key=lambda candidate: -(candidate[1].accuracy or 0))
+        {"name": run.row.row, "accuracy": run.accuracy, "epochs": run.schedule.epochs, "used": common(run.row) in used}
+        for run in sorted(trained, key=lambda run: -(run.accuracy or 0))
     ]
 
 
