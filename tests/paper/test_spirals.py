@@ -142,8 +142,8 @@ def test_tuning_uses_validation_data_and_handles_divergence() -> None:
 
     wild = Tuned((Setting("sgd", 1e6, "pytorch"),), (2, 3, 30), *np.zeros((3, 3, 1)))
     diverged = retrain(ONE_ARM, "relu_square", wild, range(2), 30)
-    assert np.isinf(diverged.losses[-1]).all()
-    assert not np.isnan(diverged.losses).any()
+    assert np.isinf(diverged.curves["test_loss"][-1]).all()
+    assert not np.isnan(diverged.curves["test_loss"]).any()
 
 
 def test_infinite_losses() -> None:

@@ -55,24 +55,21 @@ def _splits(folder: Path | None, held_out: int) -> tuple[LabeledImages, LabeledI
     return data.train.split(held_out) if held_out else (data.train, data.test)
 
 
-def networks_of(*tables: PaperTable) -> dict[str, str]:
-    """The distinct specs of the tables by label; one in several tables has its label of the first."""
-    labels: dict[str, str] = {}
-    for entry in (*TABLE_2.entries, *TABLE_3.entries, *BASELINES_TABLE.entries):
-        labels.setdefault(entry.spec, entry.label)
-    wanted = {entry.spec for table in tables for entry in table.entries}
-    return {label: spec for spec, label in labels.items() if spec in wanted}
-
-
 def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
-    """The runs of the tables, or of the rows with these labels, ordered by seed; each network once."""
+    """The runs of the tables, or of the rows with these labels, ordered by seed.
+
+    Each network runs once; one in several tables has its label of the first.
+    """
     specs = {entry.label: entry.spec for table in tables for entry in table.entries}
     check_selection(seeds, rows, specs)
     wanted = {specs[label] for label in rows or specs}
+    labels: dict[str, str] = {}
+    for entry in (*TABLE_2.entries, *TABLE_3.entries, *BASELINES_TABLE.entries):
+        labels.setdefault(entry.spec, entry.label)
     return [
         TrainingRun("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
         for seed in range(seeds)
-        for label, spec in networks_of(*tables).items()
+        for spec, label in labels.items()
         if spec in wanted
     ]
 

@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from deepsquare.paper.report.bench import Backbone, OpTimes
-from deepsquare.paper.report.deployment import PLAIN, Latencies, title
+from deepsquare.paper.report.bench import PLAIN, bandwidths, spec_title
 from deepsquare.paper.report.evidence import RowFindings, Schedule, ScheduleResult, TableFindings
 from deepsquare.paper.statistics import Median
 from deepsquare.paper.tables import TABLE_5, TABLE_6, PaperRow
@@ -253,13 +252,14 @@ def _learning_curve(
     return _draw((180, 124), ((24, 6), (18, 7)), name, description, plot)
 
 
-def rooflines(functions: Sequence[OpTimes]) -> list[tuple[str, Markup]]:
+def rooflines(functions: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     """For each function in float32: GB/s over the size of the map, with the limit as the roof."""
-    return [(op.title, _roofline(op)) for op in functions if (op.layout, op.dtype) == ("contiguous", "float32")]
+    shown = [op for op in functions if (op["layout"], op["dtype"]) == ("contiguous", "float32")]
+    return [(op["title"], _roofline(op)) for op in shown]
 
 
-def _roofline(op: OpTimes) -> Markup:
-    points = op.bandwidths()
+def _roofline(op: Mapping[str, Any]) -> Markup:
+    points = bandwidths(op)
     styles: dict[str, dict[str, Any]] = {
         "limit": {"color": CLAIM},
         "ours": {"color": SERIES[0], "marker": "o", "markersize": 4.5},
@@ -284,16 +284,16 @@ def _roofline(op: OpTimes) -> Markup:
         _legend(axes, styles)
 
     speeds = ", ".join(f"{name} {line[-1][1]:.0f} GB/s" for name, line in points.items())
-    name, description = f"roofline {op.function}", f"{op.title}, on the largest map: {speeds}"
+    name, description = f"roofline {op['function']}", f"{op['title']}, on the largest map: {speeds}"
     return _draw((320, 206), ((34, 8), (34, 26)), name, description, plot)
 
 
-def accuracy_against_time(resnet50: Backbone | None) -> Markup | None:
+def accuracy_against_time(resnet50: Mapping[str, Any] | None) -> Markup | None:
     """Table 6: the paper's accuracy over the time that we measured for one image."""
     if resnet50 is None:
         return None
     plain = next(entry for entry in TABLE_5.entries if entry.spec == "")
-    measured = {spec: times.times[resnet50.workloads[0]] for spec, times in resnet50.specs.items()}
+    measured = {spec: next(iter(measured["times"].values())) for spec, measured in resnet50["specs"].items()}
     points: list[tuple[PaperRow, Median]] = [(plain, Median(1, 1, 1))]
     points += [(entry, measured[entry.spec]) for entry in TABLE_6.entries if entry.spec in measured]
 
@@ -318,15 +318,15 @@ def accuracy_against_time(resnet50: Backbone | None) -> Markup | None:
     return _draw((440, 280), ((26, 80), (36, 12)), "accuracy against time", description, plot)
 
 
-def latency_charts(backbone: str, measured: Sequence[Latencies]) -> list[tuple[str, Markup]]:
+def latency_charts(backbone: str, measured: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     """For each runtime and precision: the time of each network relative to the plain one, with its interval."""
-    ratios = [times[n]["ratio"] for group in measured for times in group.specs.values() for n in group.threads]
+    ratios = [times[n]["ratio"] for group in measured for times in group["specs"].values() for n in group["threads"]]
     limits = (min(0.98, min(r[1] for r in ratios) - 0.01), max(1.05, max(r[2] for r in ratios) + 0.01))
-    return [(group.title, _latency_chart(backbone, group, limits)) for group in measured]
+    return [(group["title"], _latency_chart(backbone, group, limits)) for group in measured]
 
 
-def _latency_chart(backbone: str, latencies: Latencies, limits: Pair) -> Markup:
-    specs, threads = latencies.specs, latencies.threads
+def _latency_chart(backbone: str, latencies: Mapping[str, Any], limits: Pair) -> Markup:
+    specs, threads, label = latencies["specs"], latencies["threads"], latencies["title"]
     size = (320, 19 * len(specs) + 60)
 
     def plot(axes: Axes) -> None:
@@ -340,6 +340,6 @@ def _latency_chart(backbone: str, latencies: Latencies, limits: Pair) -> Markup:
         labels = [f"{n} thread{'s' if n != '1' else ''}" for n in threads]
         _legend(axes, {label: _series_style(lane, 0.75) for lane, label in enumerate(labels)})
 
-    added = (f"{title(spec)} {100 * times[threads[0]]['ratio'][0] - 100:+.1f}%" for spec, times in specs.items())
-    description = f"{latencies.title}, time added with one thread: {', '.join(added)}"
-    return _draw(size, ((128, 10), (36, 24)), f"{backbone}, {latencies.title}", description, plot)
+    added = (f"{spec_title(spec)} {100 * times[threads[0]]['ratio'][0] - 100:+.1f}%" for spec, times in specs.items())
+    description = f"{label}, time added with one thread: {', '.join(added)}"
+    return _draw(size, ((128, 10), (36, 24)), f"{backbone}, {label}", description, plot)

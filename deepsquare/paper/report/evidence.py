@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deepsquare.paper.statistics import Interval, interval, paired
 from deepsquare.paper.tables import PaperRow, PaperTable
@@ -46,15 +46,14 @@ class Schedule:
 class RunResult:
     """A row that trained a model of the tables; accuracies in per cent."""
 
+    row: Row
     schedule: Schedule
     model: str
     spec: str
-    seed: int
     recipe: str  # without NETWORK_FIELDS
     accuracy: float | None
     curve: tuple[float, ...]
     diverged: bool
-    date: str
 
     @classmethod
     def from_row(cls, row: Row) -> RunResult | None:
@@ -68,15 +67,14 @@ class RunResult:
             fraction = metrics["accuracy"]
             accuracy = 100 * fraction if fraction is not None and math.isfinite(fraction) else None
             return cls(
+                row=row,
                 schedule=Schedule(row.experiment, schedule, epochs, continued="init_from" in recipe),
                 model=str(recipe["model"]),
                 spec=str(recipe["spec"]),
-                seed=row.seed,
                 recipe=json.dumps(shared, sort_keys=True),
                 accuracy=accuracy,
                 curve=tuple(math.nan if value is None else 100 * value for value in metrics.get("test_accuracy", ())),
                 diverged=bool(metrics.get("diverged")) or accuracy is None,
-                date=row.date,
             )
         except (TypeError, ValueError) as error:
             reason = f"the row {row.row} of {row.experiment}, seed {row.seed}, cannot be read ({error}); remove it"
@@ -141,7 +139,7 @@ class TableFindings:
 
     table: PaperTable
     schedules: tuple[Schedule, ...]
-    recipes: Mapping[Schedule, str]
+    recipes: Mapping[Schedule, Mapping[str, Any]]
     rows: tuple[RowFindings, ...]
     notes: tuple[str, ...]
 
@@ -194,7 +192,9 @@ def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
     entry_epochs = {entry.epochs for entry in table.entries} - {None}
     latest, notes = _latest_recipes(runs, entry_epochs)
     schedules = sorted({run.schedule for run in latest}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
-    by_network = grouped(latest, lambda run: (run.schedule, run.model, run.spec))
+    first_by_seed = {(run.schedule, run.model, run.spec, run.row.seed): run for run in reversed(latest)}  # of any label
+    in_order = sorted(first_by_seed.values(), key=lambda run: run.row.seed)
+    by_network = grouped(in_order, lambda run: (run.schedule, run.model, run.spec))
     findings = []
     for entry in table.entries:
         base = next((other for other in table.entries if (other.model, other.spec) == (entry.model, "")), None)
@@ -209,7 +209,7 @@ def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
                 base_runs = by_network.get((schedule, entry.model, ""), []) if compared else None
                 results[schedule] = _schedule_result(claim, runs, base_runs, judged=table.number > 0)
         findings.append(RowFindings(table.number, entry, claim, entry is base, results))
-    recipes = {run.schedule: run.recipe for run in latest}
+    recipes = {run.schedule: json.loads(run.recipe) for run in latest}
     return TableFindings(table, tuple(schedules), recipes, tuple(findings), tuple(notes))
 
 
@@ -232,7 +232,7 @@ def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) ->
     notes = []
     for (experiment, name, model, _), same_name in grouped(runs, name_of).items():
         recipes = grouped(same_name, lambda run: run.recipe)
-        latest = max(recipes.values(), key=lambda same: max(run.date for run in same))
+        latest = max(recipes.values(), key=lambda same: max(run.row.date for run in same))
         kept += latest
         if len(recipes) > 1:
             omitted = len(same_name) - len(latest)
@@ -247,25 +247,19 @@ def _schedule_result(
     claim: float | None, runs: Sequence[RunResult], base: Sequence[RunResult] | None, judged: bool
 ) -> ScheduleResult:
     """Summarize the runs of an entry; ``base`` is None for a base model, which is compared with nothing."""
-    runs, base_runs = (_first_by_seed(group) for group in (runs, base or ()))
     accuracies, base_accuracies = (
-        {run.seed: run.accuracy for run in group if run.accuracy is not None and not run.diverged}
-        for group in (runs, base_runs)
+        {run.row.seed: run.accuracy for run in group if run.accuracy is not None and not run.diverged}
+        for group in (runs, base or ())
     )
     improvement = None if base is None else paired(accuracies, base_accuracies)
     diverged = sum(run.diverged for run in runs)
     enough_pairs = improvement is not None and improvement.n >= SEEDS
     about_divergence = claim is None or 2 * diverged > len(runs)
     return ScheduleResult(
-        runs=runs,
+        runs=tuple(runs),
         accuracy=interval(list(accuracies.values())),
         improvement=improvement,
         verdict=None if base is None or not judged else judge(claim, improvement, len(runs), diverged),
         agrees=claim is not None and improvement is not None and enough_pairs and improvement.holds(claim),
         enough_seeds=enough_pairs or (about_divergence and len(runs) >= SEEDS),
     )
-
-
-def _first_by_seed(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:
-    """One run for each seed whatever its label, in the order of the seeds."""
-    return tuple(same_seed[0] for _, same_seed in sorted(grouped(runs, lambda run: run.seed).items()))

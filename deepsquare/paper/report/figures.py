@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,14 @@ LABELS = {
 PERFORMANCE = ("test_loss", "train_loss", "test_accuracy")  # Figures 4 and 6; the other metrics are those of 3 and 5
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure of the paper. ``task`` begins the labels of its rows; ``smoothness`` selects the metrics it shows."""
-
-    number: int
-    title: str
-    task: str = ""
-    smoothness: bool = False  # else test loss and accuracy
-
-
-FIGURES = (
-    Figure(2, "Hyperbolic decision boundary and regions"),
-    Figure(3, "Regression on the one-arm spiral", "one-arm", smoothness=True),
-    Figure(4, "Test loss of the regression", "one-arm"),
-    Figure(5, "Decision regions of the three-arm spiral", "three-arm", smoothness=True),
-    Figure(6, "Test loss and accuracy of the classification", "three-arm"),
-)
+# The title, the task whose rows the figure shows, and whether it shows their smoothness, or else loss and accuracy.
+FIGURES = {
+    2: ("Hyperbolic decision boundary and regions", "", False),
+    3: ("Regression on the one-arm spiral", "one-arm", True),
+    4: ("Test loss of the regression", "one-arm", False),
+    5: ("Decision regions of the three-arm spiral", "three-arm", True),
+    6: ("Test loss and accuracy of the classification", "three-arm", False),
+}
 
 
 def figure_data_uri(name: str, folders: Sequence[Path]) -> str | None:
@@ -53,69 +43,46 @@ def fig2_rows(folders: Sequence[Path]) -> list[Row]:
     return next((rows for folder in folders if (rows := Store(Path(folder) / "fig2.jsonl").rows())), [])
 
 
-def spiral_results(rows: Sequence[Row], task: str, smoothness: bool) -> dict[str, Any] | None:
+def spiral_metrics(rows: Sequence[Row]) -> dict[str, Mapping[str, Any]]:
+    """The metrics of the spirals by the label of the row; the first row with a label counts."""
+    return {row.row: row.metrics for row in reversed(rows) if row.experiment == "spirals"}
+
+
+def spiral_results(metrics: Mapping[str, Mapping[str, Any]], task: str, smoothness: bool) -> dict[str, Any] | None:
     """The networks of a task after training, labelled ``task/activation``, as a figure shows them; None without rows.
 
     ``networks`` has the means by activation and metric, ``differences`` ReLU-Square minus ReLU, paired by seed, and
     ``settings`` those in which ReLU-Square is better, by steps.
     """
-    metrics = _metrics(rows)
+
+    def interval(network: Mapping[str, Any], kind: str, name: str) -> Interval:
+        return Interval.read(network[kind][name], len(network[name]), 100 if "accuracy" in name else 1)  # per cent
+
     try:
-        trained = {
-            name.removeprefix(f"{task}/"): stored
-            for name, stored in metrics.items()
-            if "means" in stored and name.startswith(f"{task}/")
-        }
-        shown = dict.fromkeys(name for stored in trained.values() for name in stored["means"])
+        rows = {activation: metrics.get(f"{task}/{activation}", {}) for activation in NAMES}
+        trained = {activation: row for activation, row in rows.items() if "means" in row}
+        shown = dict.fromkeys(name for network in trained.values() for name in network["means"])
         names = [name for name in shown if smoothness is (name not in PERFORMANCE)]
         if not names:
             return None
-        networks = {
-            activation: {name: _interval(stored, name, stored["means"][name]) for name in names}
-            for activation, stored in trained.items()
-        }
+        networks = {key: {name: interval(network, "means", name) for name in names} for key, network in trained.items()}
         square = trained.get("relu_square", {}) if "relu" in trained else {}
         against = square.get("against_relu", {})
         return {
             "names": names,
             "networks": networks,
             "seeds": max(mean.n for means in networks.values() for mean in means.values()),
-            "differences": {name: _difference(square, name, against[name]) for name in names if name in against},
+            "differences": {
+                name: {
+                    "interval": (difference := interval(square, "against_relu", name)),
+                    "share_better": against[name].get("share_better"),
+                    "verdict": judge_sign(BETTER[name], difference) if name in BETTER else None,
+                }
+                for name in names
+                if name in against
+            },
             "settings": [] if smoothness else metrics.get(f"settings/{task}", {}).get("relu_square_better", []),
         }
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"a row {task}/… of the spirals lacks a value ({error!r}); create the rows again: reproduce fig3"
         raise ValueError(reason) from error
-
-
-def _interval(metrics: Mapping[str, Any], name: str, stored: Mapping[str, float]) -> Interval:
-    """A stored mean; accuracies in per cent."""
-    return Interval.read(stored, len(metrics[name]), 100 if "accuracy" in name else 1)
-
-
-def _difference(metrics: Mapping[str, Any], name: str, stored: Mapping[str, float]) -> dict[str, Any]:
-    """The difference, the share of the seeds in which it is an improvement, and the verdict if the paper claims one."""
-    interval = _interval(metrics, name, stored)
-    verdict = judge_sign(BETTER[name], interval) if name in BETTER else None
-    return {"interval": interval, "share_better": stored.get("share_better"), "verdict": verdict}
-
-
-def _metrics(rows: Sequence[Row]) -> dict[str, Mapping[str, Any]]:
-    """The metrics of the spirals by the label of the row; the first row with a label counts."""
-    metrics: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        if row.experiment == "spirals":
-            metrics.setdefault(row.row, row.metrics)
-    return metrics
-
-
-def activation_costs(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Any]]:
-    """The time of each activation relative to ReLU."""
-    costs: Mapping[str, Mapping[str, Any]] = _metrics(rows).get("activation cost", {}).get("relative_to_relu", {})
-    return costs
-
-
-def ablations(rows: Sequence[Row]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """The cases of each row ``ablation/NAME``, by name."""
-    stored = {name: metrics for name, metrics in _metrics(rows).items() if name.startswith("ablation/")}
-    return {name.removeprefix("ablation/"): metrics.get("cases", ()) for name, metrics in stored.items()}

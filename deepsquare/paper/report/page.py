@@ -1,10 +1,8 @@
 """The page: all results and figures in one HTML file that needs no network, and the numbers as Markdown."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
-from deepsquare.paper.report import charts, deployment, figures
-from deepsquare.paper.report.bench import backbones, op_times
+from deepsquare.paper.report import bench, charts, figures
 from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
@@ -30,6 +27,14 @@ PAPER_LAYERS = (  # Table 1: the type of each layer and its output
     ("GAP", "1×1×128"),
     ("FC", "10"),
 )
+TEMPLATES = Environment(
+    loader=PackageLoader("deepsquare.paper.report"),
+    autoescape=select_autoescape(enabled_extensions=("html.j2",), default=False),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {"signed": charts.signed, "short": format_count}
 
 
 def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Path:
@@ -43,23 +48,10 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
     ensure_writable(Path(output))
     context = template_context(results, figures)
     for name in ("summary.md", "index.html"):
-        text = _templates().get_template(f"{name}.j2").render(context)
+        text = TEMPLATES.get_template(f"{name}.j2").render(context)
         with atomic_write(Path(output) / name) as path:
             path.write_text(text, encoding="utf-8")
     return Path(output) / "index.html"
-
-
-@cache
-def _templates() -> Environment:
-    templates = Environment(
-        loader=PackageLoader("deepsquare.paper.report"),
-        autoescape=select_autoescape(enabled_extensions=("html.j2",), default=False),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"signed": charts.signed, "short": format_count, "percent": percent, "recipe": describe_recipe}
-    return templates
 
 
 def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
@@ -68,11 +60,11 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     tables = [table_findings(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     claims = claims_of(cifar)
-    by_backbone = backbones(rows)
+    by_backbone = bench.backbones(rows)
     baselines = table_findings(BASELINES_TABLE, rows)
-    functions = op_times(rows)
-    latencies = deployment.latencies(rows)
-    fig2 = figures.fig2_rows(results)
+    functions = bench.op_times(rows)
+    latencies = bench.latencies(rows)
+    fig2, spirals = figures.fig2_rows(results), figures.spiral_metrics(rows)
     return {
         "rule": verdict,
         "claims": claims,
@@ -81,17 +73,18 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "too_few": sum(claim.verdict is not None and not claim.judged_on for claim in claims),
         "figures": [
             {
-                "figure": figure,
-                "image": figures.figure_data_uri(f"fig{figure.number}.png", images),
-                "counts": summarize(fig2) if fig2 and figure.number == 2 else [],
-                "finals": figures.spiral_results(rows, figure.task, figure.smoothness) if figure.task else None,
+                "number": number,
+                "title": title,
+                "image": figures.figure_data_uri(f"fig{number}.png", images),
+                "counts": summarize(fig2) if fig2 and number == 2 else [],
+                "finals": figures.spiral_results(spirals, task, smoothness) if task else None,
             }
-            for figure in figures.FIGURES
+            for number, (title, task, smoothness) in figures.FIGURES.items()
         ],
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
-        "activation_costs": figures.activation_costs(rows),
-        "ablations": figures.ablations(rows),
+        "activation_costs": spirals.get("activation cost", {}).get("relative_to_relu", {}),
+        "spirals": spirals,
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
@@ -101,10 +94,10 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "baselines": (baselines, _costs(baselines)),
         "ops": functions,
         "rooflines": charts.rooflines(functions),
-        "deployment": deployment,
+        "bench": bench,
         "deployed_backbones": [(name, group, charts.latency_charts(name, group)) for name, group in latencies.items()],
-        "int8": deployment.int8_accuracies(rows),
-        "parities": deployment.parities(rows),
+        "int8": bench.int8_accuracies(rows),
+        "parities": bench.parities(rows),
         "notes": [*notes, *dict.fromkeys(note for findings in tables for note in findings.notes)],
         "candidates": recipe_candidates(rows),
         "conditions": conditions([*fig2[:1], *rows]),
@@ -150,48 +143,32 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
         return {k: v for k, v in row.recipe.items() if k not in ("schedule", "epochs", "spec")}
 
     used = [common(row) for row in rows if row.experiment == "cifar10"]
-    rows = [row for row in rows if row.experiment == "cifar10-recipe"]
-    candidates = [(row, run) for row in rows if (run := RunResult.from_row(row)) and not run.diverged]
+    candidates = [RunResult.from_row(row) for row in rows if row.experiment == "cifar10-recipe"]
+    trained = [run for run in candidates if run and not run.diverged]
     return [
-        {"name": row.row, "accuracy": run.accuracy, "epochs": run.schedule.epochs, "used": common(row) in used}
-        for row, run in sorted(candidates, key=lambda candidate: -(candidate[1].accuracy or 0))
+        {"name": run.row.row, "accuracy": run.accuracy, "epochs": run.schedule.epochs, "used": common(run.row) in used}
+        for run in sorted(trained, key=lambda run: -(run.accuracy or 0))
     ]
 
 
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs, hardware, versions and commits of each experiment of the page."""
     shown = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
-    return [
-        {"experiment": experiment, **_conditions(group)}
-        for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items())
-    ]
-
-
-def _conditions(rows: Sequence[Row]) -> dict[str, Any]:
-    dates = sorted(row.date[:10] for row in rows if row.date)
-    networks = max(row.recipe.get("seeds", 0) for row in rows)  # where one row holds all seeds of a network
-    versions = {", ".join(f"{name} {version}" for name, version in row.versions.items() if version) for row in rows}
-    return {
-        "runs": len(rows),
-        "seeds": f"{networks} a network" if networks else ", ".join(map(str, sorted({row.seed for row in rows}))),
-        "hours": sum(row.seconds for row in rows) / 3600,
-        "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "–",
-        "hardware": sorted({row.hardware for row in rows} - {""}),
-        "versions": sorted(versions - {""}),
-        "commits": sorted({row.commit[:10] for row in rows if row.commit}),
-    }
-
-
-def percent(fraction: float) -> str:
-    """A fraction in per cent, with a lower bound for the smallest."""
-    return f"{fraction:.3%}" if fraction >= 5e-6 else "less than 0.001%"
-
-
-def describe_recipe(text: str) -> str:
-    """A stored recipe as one line of text, without its model and name."""
-    values = {name: value for name, value in json.loads(text).items() if name not in ("model", "schedule")}
-    answers = {True: "yes", False: "no"}
-    return ", ".join(
-        f"{name.replace('_', ' ')} {answers[value] if isinstance(value, bool) else value}"
-        for name, value in values.items()
-    )
+    experiments = []
+    for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items()):
+        dates = sorted(row.date[:10] for row in group if row.date)
+        networks = max(row.recipe.get("seeds", 0) for row in group)  # where one row holds all seeds of a network
+        seeds = ", ".join(map(str, sorted({row.seed for row in group})))
+        versions = {", ".join(f"{name} {value}" for name, value in row.versions.items() if value) for row in group}
+        summary = {
+            "experiment": experiment,
+            "runs": len(group),
+            "seeds": f"{networks} a network" if networks else seeds,
+            "hours": sum(row.seconds for row in group) / 3600,
+            "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "–",
+            "hardware": sorted({row.hardware for row in group} - {""}),
+            "versions": sorted(versions - {""}),
+            "commits": sorted({row.commit[:10] for row in group if row.commit}),
+        }
+        experiments.append(summary)
+    return experiments

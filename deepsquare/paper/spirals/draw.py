@@ -60,7 +60,7 @@ def fig4(trained: Mapping[str, Trained]) -> Figure:
     """The test loss of the regression along training."""
     figure = _figure(6.4, 3.8, BANDS)
     axes = figure.subplots()
-    _curves(axes, trained, {name: result.losses for name, result in trained.items()})
+    _curves(axes, trained, "test_loss")
     axes.axhline(NOISE**2, color="0.4", linewidth=0.9, linestyle="--")
     in_axes = axes.get_yaxis_transform()
     axes.text(0.01, NOISE**2, "noise", ha="left", va="top", fontsize=9, color="0.3", transform=in_axes)
@@ -102,20 +102,19 @@ def fig6(trained: Mapping[str, Trained]) -> Figure:
     """The test loss and the test accuracy of the classification along training."""
     figure = _figure(8, 3.6, BANDS)
     loss, accuracy = figure.subplots(1, 2)
-    _curves(loss, trained, {name: result.losses for name, result in trained.items()})
-    percent = {name: 100 * result.accuracies for name, result in trained.items() if result.accuracies is not None}
-    _curves(accuracy, trained, percent)
+    _curves(loss, trained, "test_loss")
+    _curves(accuracy, trained, "test_accuracy", unit=100)
     loss.set(yscale="log", xlabel="step", ylabel="test loss (cross-entropy)", title="Three-arm spiral: loss")
     accuracy.set(xlabel="step", ylabel="test accuracy (%)", title="Three-arm spiral: accuracy", ylim=(85, 100.3))
     _legend(accuracy, "lower right")
     return figure
 
 
-def _curves(axes: Axes, trained: Mapping[str, Trained], values: Mapping[str, Array]) -> None:
+def _curves(axes: Axes, trained: Mapping[str, Trained], metric: str, unit: float = 1) -> None:
     """Medians over the seeds; for the paper's two activations also the middle 50% and 90%."""
     for name in (*(name for name in trained if name not in MAIN), *MAIN):
         result, color = trained[name], COLORS[name]
-        low, quarter, middle, third, high = quantiles(values[name])
+        low, quarter, middle, third, high = quantiles(unit * result.curves[metric])
         main = name in MAIN
         if main:
             axes.fill_between(result.checkpoints, low, high, color=color, alpha=0.15, linewidth=0)

@@ -148,7 +148,10 @@ class _Run:
             if task is ONE_ARM and name in ablation.PAIR:  # the others have no kink
                 counts = measures.units(result.networks, result.parameters, result.networks.batch("train")[0])
                 metrics["units"] = {kind: float(units.mean()) for kind, units in counts.items()}
-            metrics["curve"] = _curve(result)
+            bands = {
+                metric: [round_for_json(row) for row in quantiles(curve)] for metric, curve in result.curves.items()
+            }
+            metrics["curve"] = {"steps": list(result.checkpoints), "quantiles": list(QUANTILES), **bands}
             recipe = asdict(result.networks.settings[0]) | {"steps": result.steps}
             self._store(f"{task.name}/{name}", recipe, metrics, self.fresh, result.seconds)
         return trained
@@ -218,21 +221,13 @@ def _settings(tuned: Mapping[str, Tuned]) -> dict[str, Any]:
 def _measure(trained: Trained) -> dict[str, Array]:
     """The metrics of every network at the chosen step."""
     metrics = {"test_loss": trained.loss, "train_loss": trained.train_loss}
-    if trained.accuracies is None:
+    if ACCURACY not in trained.curves:
         lines = measures.paths(trained.networks, trained.parameters)
         metrics["roughness"] = np.array([measures.roughness(path) for path in lines])
         metrics["sharpest_turn"] = np.array([measures.largest_turn(path) for path in lines])
     else:
-        metrics[ACCURACY] = trained.accuracies[trained.chosen]
+        metrics[ACCURACY] = trained.curves[ACCURACY][trained.chosen]
         chosen = range(min(BOUNDARIES, len(trained.loss)))
         ticks, outputs = measures.on_grid(trained.networks, trained.parameters, chosen)
         metrics["sharpest_turn"] = np.array([measures.boundary_turn(ticks, network) for network in outputs])
     return metrics
-
-
-def _curve(trained: Trained) -> dict[str, Any]:
-    """The quantiles over the seeds during training."""
-    curves = {"test_loss": trained.losses, ACCURACY: trained.accuracies}
-    measured = {metric: values for metric, values in curves.items() if values is not None}
-    bands = {metric: [round_for_json(row) for row in quantiles(values)] for metric, values in measured.items()}
-    return {"steps": list(trained.checkpoints), "quantiles": list(QUANTILES), **bands}

@@ -76,14 +76,13 @@ def finite(losses: torch.Tensor) -> Array:
 
 @dataclass(frozen=True)
 class Trained:
-    """One activation with its best setting: the test losses of its networks during training."""
+    """One activation with its best setting: its networks, and their metrics during training."""
 
     networks: Networks
     steps: int  # chosen
     parameters: torch.Tensor  # (seeds, P), at the chosen step
     checkpoints: tuple[int, ...]
-    losses: Array  # (checkpoints, seeds)
-    accuracies: Array | None  # of a classification
+    curves: Mapping[str, Array]  # (checkpoints, seeds): test_loss and, of a classification, test_accuracy
     train_loss: Array  # (seeds,), at the chosen step
     seconds: float
 
@@ -95,7 +94,7 @@ class Trained:
     @property
     def loss(self) -> Array:
         """The test loss of every seed at the chosen step."""
-        return np.asarray(self.losses[self.chosen])
+        return np.asarray(self.curves["test_loss"][self.chosen])
 
     @property
     def median_network(self) -> int:
@@ -122,10 +121,11 @@ def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], ste
     curve = {round(step) for step in np.linspace(0, steps, CURVE + 1)}
     checkpoints = tuple(sorted(curve | {*lengths(steps), chosen}))
     trained = train(networks, steps, checkpoints)
-    losses, accuracies = finite(networks.losses_at(trained, checkpoints, "test")), None
+    curves = {"test_loss": finite(networks.losses_at(trained, checkpoints, "test"))}
     if task.classification:
         test = networks.batch("test")
-        accuracies = np.stack([networks.accuracies(trained[step], *test).double().numpy() for step in checkpoints])
+        accuracies = [networks.accuracies(trained[step], *test).double().numpy() for step in checkpoints]
+        curves["test_accuracy"] = np.stack(accuracies)
     train_loss = finite(networks.losses_at(trained, [chosen], "train"))[0]
     seconds = time.perf_counter() - start
-    return Trained(networks, chosen, trained[chosen], checkpoints, losses, accuracies, train_loss, seconds)
+    return Trained(networks, chosen, trained[chosen], checkpoints, curves, train_loss, seconds)
