@@ -47,7 +47,6 @@ class SquarePooling(nn.Module):
         return DF.square_pooling(x, self.keepdim)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"keepdim={self.keepdim}"
 
 
@@ -64,7 +63,6 @@ class MomentPooling(nn.Module):
         return DF.moment_pooling(x, self.order, self.keepdim)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"{self.order}, keepdim={self.keepdim}"
 
 
@@ -97,7 +95,6 @@ class GeM(nn.Module):
         self.p: nn.Parameter | float = nn.Parameter(initial) if learnable else p
 
     def reset_parameters(self) -> None:
-        """Set a learned p to its initial value."""
         if isinstance(self.p, nn.Parameter):
             nn.init.constant_(self.p, self.initial_p)
 
@@ -106,7 +103,6 @@ class GeM(nn.Module):
         return DF.gem_pooling(x, self.p, self.eps, self.keepdim)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, with the current p."""
         learnable = isinstance(self.p, Tensor)
         p = _format_scalar(self.p) if isinstance(self.p, Tensor) else self.p
         return f"p={p}, learnable={learnable}, eps={self.eps}, keepdim={self.keepdim}"
@@ -134,7 +130,6 @@ class LpPooling(nn.Module):
         return DF.lp_pooling(x, self.p, kernel, self.keepdim)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"p={self.p}, sigma={self.sigma}, keepdim={self.keepdim}"
 
 
@@ -161,11 +156,9 @@ class _Alpha(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set α to its initial value."""
         nn.init.constant_(self.alpha, self.initial_alpha)
 
     def extra_repr(self) -> str:
-        """The current α."""
         return f"alpha={_format_scalar(self.alpha)}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -234,7 +227,6 @@ class SquareSoftmin(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set s to 1."""
         if self.root_scale is not None:
             nn.init.ones_(self.root_scale)
 
@@ -254,7 +246,6 @@ class SquareSoftmin(nn.Module):
         return logits if self.sign == -1 else -logits
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"{self.num_classes}, scale={self.scaling!r}, sign={self.sign}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

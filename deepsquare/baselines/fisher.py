@@ -65,7 +65,6 @@ class FisherVector(SecondOrderPooling):
         return super().forward(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """The normalized Fisher vector."""
         # In float64, as the sums of squares cancel; a small weight of a component underflows in half precision.
         weights, variances = (values.double().clamp(min=1e-10) for values in (self.weights, self.variances))
         vector = fisher_vector(x.flatten(2).mT.double(), weights, self.means.double(), variances)

@@ -209,7 +209,6 @@ class BilinearPooling(SecondOrderPooling):
         super().__init__(_reduction(channels, size) if size else nn.Identity(), (size or channels) ** 2)
 
     def values(self, x: Tensor) -> Tensor:
-        """The normalized moments."""
         return F.normalize(signed_root(bilinear(x)))
 
 
@@ -225,6 +224,5 @@ class CompactBilinearPooling(SecondOrderPooling):
         self.register_buffer("sign", 2.0 * torch.randint(2, (2, channels)) - 1)
 
     def values(self, x: Tensor) -> Tensor:
-        """The normalized sketch."""
         sketch = tensor_sketch(x, self.index, self.sign.to(x.dtype), self.out_channels)
         return F.normalize(signed_root(sketch))

@@ -63,11 +63,9 @@ class InMemoryBatches:
         self.words = words.view(torch.int32).flatten()
 
     def __len__(self) -> int:
-        """Batches per epoch."""
         return len(self.labels) // self.batch_size
 
     def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """The batches of an epoch from batch ``start`` on; the same in every call."""
         rng = np.random.default_rng([self.seed, number])
         used = len(self) * self.batch_size
         order = torch.from_numpy(rng.permutation(len(self.labels))[:used])

@@ -50,7 +50,6 @@ class ShardSource(Source):
         self._position = np.array([(sample.offset, sample.size) for sample in samples])
 
     def read(self, index: int) -> bytes:
-        """The bytes of the image's file."""
         offset, size = (int(value) for value in self._position[index])
         # Opened each time, which costs microseconds: thousands of shards would exceed the limit of open files.
         with open(self._path(index), "rb", buffering=0) as file:

@@ -35,12 +35,10 @@ class FolderSource(Source):
         self._names = np.array([os.fsencode(name) for files in images for name in files])
 
     def read(self, index: int) -> bytes:
-        """The bytes of the image's file."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 
     def name(self, index: int) -> str:
-        """The image's path."""
         return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(self._names[index]))
 
 

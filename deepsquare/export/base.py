@@ -39,7 +39,6 @@ class Metadata:
     preprocessing: Preprocessing
 
     def dumps(self) -> str:
-        """As JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -104,12 +103,7 @@ class Runtime(ABC):
         """The content of a file for a lowered model, and the operations that are not delegated, by name.
 
         ``images`` is an example input. With ``calibration`` images the model is quantized to int8 (post-training,
-        static), and the ranges are taken from them. A square doubles the dynamic range: of the values that eight bits
-        hold, those below a sixteenth of the largest vanish when the square is rounded to eight bits again. So squares,
-        the means over them and the division of Square-Excitation are computed in float32 from dequantized values, and
-        so are the convolutions that read a square (Square-Encoding). The other convolutions and the fully connected
-        layers run in int8, weights with a scale for each output channel. Maps are concatenated in float32: one range
-        for an excited map and the other map beside it would leave few steps to the smaller one.
+        static), with the ranges that they give; ``docs/deploy.md`` says what stays in float32, and why.
         """
 
     @abstractmethod

@@ -75,7 +75,6 @@ class ExecuTorch(Runtime):
         return quantized
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Resize the pool that all programs share."""
         require("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(num_threads)
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,11 @@ class Export:
     top1_agreement: float  # the fraction of images with the same top-1 class
     num_images: int  # of the comparison
     undelegated_ops: dict[str, int]  # operations that the runtime does not delegate, by name; empty for ONNX
+
+    def metrics(self) -> dict[str, Any]:
+        """The measured values, as rows store them."""
+        fields = ("max_rel_error", "fp32_error", "top1_agreement", "undelegated_ops", "undelegated_muls")
+        return {"bytes": self.size, **{name: getattr(self, name) for name in fields}}
 
     @property
     def undelegated_muls(self) -> int:

@@ -42,7 +42,6 @@ class Pooling(nn.Module):
         self.keepdim = keepdim
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, spatial…) to (N, C) or (N, C, 1, …)."""
         return _mean_square(x) if self.keepdim else _mean_square(x).flatten(1)
 
 
@@ -58,7 +57,6 @@ class Excitation(nn.Module):
         self.flatten_maps, self.hw = flatten_maps, ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, spatial…) to the same shape."""
         channels = x.shape[1]
         maps = x.reshape(-1, channels, math.prod(self.hw)) if self.hw else x
         g = _mean_square(maps)
@@ -84,7 +82,6 @@ class Softmin(nn.Module):
         self.register_buffer("factor", factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, K) or (N, K, 1, 1) to the same shape."""
         return -(x * x) if self.factor is None else x * x * self.factor.reshape(-1, *[1] * (x.ndim - 2))
 
 

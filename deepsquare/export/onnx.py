@@ -25,7 +25,6 @@ class OnnxRuntime(Runtime):
     global_threads = False  # whether all models share one pool of threads instead of a pool for each
 
     def load(self, path: Path) -> RuntimeModel:
-        """An ONNX file in onnxruntime."""
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors

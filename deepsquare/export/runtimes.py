@@ -8,8 +8,6 @@ from deepsquare.export.executorch import ExecuTorch
 from deepsquare.export.onnx import OnnxRuntime
 
 RUNTIMES: dict[str, Runtime] = {runtime.name: runtime for runtime in (OnnxRuntime(), ExecuTorch())}
-
-
 _BY_SUFFIX = {runtime.suffix: runtime for runtime in RUNTIMES.values()}
 
 

@@ -28,12 +28,10 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """The lower end."""
         return self.mean - self.half
 
     @property
     def high(self) -> float:
-        """The upper end."""
         return self.mean + self.half
 
     @property
@@ -42,7 +40,6 @@ class Interval:
         return math.isfinite(self.half)
 
     def holds(self, value: float) -> bool:
-        """Whether the interval contains ``value``."""
         return self.low <= value <= self.high
 
     def format(self, signed: bool = False) -> str:

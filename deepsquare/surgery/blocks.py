@@ -31,7 +31,6 @@ class FusedBlock(DynamicSubclass):
     """A block of ``BRANCHES``: ``forward`` runs its end in one pass where possible."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the block."""
         backend = kernels.backend_for(x)
         norm = None if backend is None else _fusable_norm(self)
         if backend is None or norm is None:

@@ -82,7 +82,6 @@ class FoldedNorm(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape, to the same shape."""
         out: Tensor = self.act(self.drop(x))
         return out
 

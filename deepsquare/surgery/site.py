@@ -38,7 +38,6 @@ class Site:
 
     @property
     def spatial(self) -> tuple[int, ...]:
-        """The shape without the channels."""
         return self.shape[: self.channel_dim - 1] + self.shape[self.channel_dim :]
 
 
@@ -53,7 +52,6 @@ class Sites:
     dropout: str = ""  # the path of the model's own dropout layer directly before it, if there is one
 
     def of_kind(self, kind: Kind) -> list[Site]:
-        """The sites of one kind."""
         return [site for site in self.sites if site.kind == kind]
 
     def __iter__(self) -> Iterator[Site]:

@@ -29,7 +29,6 @@ class Term:
 
     @property
     def technique(self) -> Technique:
-        """The technique that it names."""
         return TECHNIQUES[self.name]
 
     def option(self, name: str, absent: Any = None) -> Any:

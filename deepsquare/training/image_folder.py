@@ -40,7 +40,6 @@ class ImageBatches:
             raise ValueError(f"batch_size is {size}, but there are {images} images; expected at most as many")
 
     def __len__(self) -> int:
-        """Batches per epoch."""
         return len(self.source) // self.recipe.batch_size
 
     def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
@@ -67,7 +66,6 @@ class ImageEvaluation:
             raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
 
     def __call__(self) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """This process's part."""
         shard = self.distributed.shard(len(self.source))
         indices = [shard[first : first + self.batch_size] for first in range(0, len(shard), self.batch_size)]
         return _load(self, indices, self.preprocessing, len(shard))

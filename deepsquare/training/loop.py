@@ -36,7 +36,6 @@ class Batches(Protocol):
 
     def epoch(self, number: int, start: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
         """The batches of epoch ``number`` from batch ``start`` on, both counted from 0."""
-        ...
 
 
 @dataclass
@@ -54,7 +53,6 @@ class History:
 
     @property
     def epochs(self) -> int:
-        """Epochs done."""
         return len(self.train_loss)
 
     def metrics(self, diverged: str | None = None) -> dict[str, Any]:
@@ -84,7 +82,6 @@ class EpochMetrics:
 
     @property
     def mean_loss(self) -> float:
-        """The mean of the loss over the images so far."""
         return self.loss / max(self.images, 1)
 
     @property

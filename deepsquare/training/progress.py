@@ -25,7 +25,6 @@ class TrainingProgress:
         self._task = self.bar.add_task("", total=recipe.epochs * steps, status="")
 
     def step(self, epoch: int, epoch_metrics: EpochMetrics, lr: float) -> None:
-        """Report a step of an epoch, counted from 0."""
         position = f"epoch {epoch + 1}/{self.recipe.epochs}, step {epoch_metrics.steps}/{self.steps}"
         status = f"loss {epoch_metrics.mean_loss:.3f}, lr {lr:.3g}"
         self.bar.update(self._task, completed=epoch * self.steps + epoch_metrics.steps, description=position)
@@ -40,7 +39,6 @@ class TrainingProgress:
             self._print(f"{position}: {status}")
 
     def epoch(self, history: History) -> None:
-        """Report an evaluated epoch."""
         ema = f", EMA {history.ema[-1]:.2%}" if history.ema else ""
         self._print(
             f"epoch {history.epochs}/{self.recipe.epochs}: train loss {history.train_loss[-1]:.3f}, val loss "

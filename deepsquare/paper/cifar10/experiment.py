@@ -41,7 +41,6 @@ class Cifar10Data:
     held_out: int = 0
 
     def __call__(self, run: TrainingRun) -> tuple[InMemoryBatches, Evaluation]:
-        """The batches for training and for evaluation."""
         train, test = _splits(self.folder, self.held_out)
         recipe = run.recipe
         assert isinstance(recipe, CifarRecipe)

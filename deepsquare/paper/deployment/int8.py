@@ -99,11 +99,5 @@ def _measure(
         runtime_model = load_exported(path)
         logits = torch.cat([runtime_model(batch) for batch in torch.split(images, BATCH_SIZE)])
     finite = logits.isfinite().all(1)
-    return {
-        "accuracy": float(((logits.argmax(1) == labels) & finite).float().mean()),
-        "overflows": int((~finite).sum()),
-        "max_rel_error": exported.max_rel_error,
-        "top1_agreement": exported.top1_agreement,
-        "bytes": exported.size,
-        "undelegated_ops": exported.undelegated_ops,
-    }
+    accuracy = float(((logits.argmax(1) == labels) & finite).float().mean())
+    return {"accuracy": accuracy, "overflows": int((~finite).sum()), **exported.metrics()}

@@ -72,15 +72,7 @@ def _measure(name: str, spec: str, runtime: Runtime) -> dict[str, Any]:
             exported = export(model, path, Preprocessing(size=SIZE), images=images)
         except ExportError as error:
             return {"refused": str(error)}
-    return {
-        "refused": None,
-        "max_rel_error": exported.max_rel_error,
-        "fp32_error": exported.fp32_error,
-        "top1_agreement": exported.top1_agreement,
-        "bytes": exported.size,
-        "undelegated_ops": exported.undelegated_ops,
-        "undelegated_muls": exported.undelegated_muls,
-    }
+    return {"refused": None, **exported.metrics()}
 
 
 def random_init_model(name: str, spec: str, images: Tensor) -> nn.Module:

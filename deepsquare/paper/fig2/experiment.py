@@ -101,7 +101,6 @@ class CaseSummary:
 
     @property
     def networks(self) -> int:
-        """How many networks of the case were counted."""
         return self.counts.total()
 
     @property

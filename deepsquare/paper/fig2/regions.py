@@ -67,7 +67,8 @@ class Network:
         cls, first: Sequence[Numbers], first_bias: Numbers, second: Sequence[Numbers], second_bias: Numbers
     ) -> "Network":
         """The network with exactly these weights, as fractions."""
-        return cls(_matrix(first), _vector(first_bias), _matrix(second), _vector(second_bias))
+        a1, a2, w1, w2 = (_vector(row) for row in (*first, *second))
+        return cls((a1, a2), _vector(first_bias), (w1, w2), _vector(second_bias))
 
     @property
     def decision(self) -> Triple:
@@ -77,7 +78,6 @@ class Network:
 
     @property
     def rank(self) -> int:
-        """The rank of the first layer's matrix."""
         (a11, a12), (a21, a22) = self.first
         if a11 * a22 != a12 * a21:
             return 2
@@ -180,9 +180,3 @@ def _vector(values: Numbers) -> Vector:
     except (ValueError, OverflowError) as error:
         raise ValueError(f"got {list(values)}; expected two finite numbers") from error
     return first, second
-
-
-def _matrix(rows: Sequence[Numbers]) -> tuple[Vector, Vector]:
-    if len(rows) != 2:
-        raise ValueError(f"got {len(rows)} rows; expected a 2×2 matrix, by rows")
-    return _vector(rows[0]), _vector(rows[1])

@@ -40,7 +40,6 @@ class Workers:
             raise ValueError(f"processes is {self.processes}; expected at least 1")
 
     def start(self, tasks: int) -> Backend:
-        """The backend for so many tasks."""
         return _local_processes(min(self.processes or cores(), tasks)) if self.ray is None else _ray_cluster(self.ray)
 
 

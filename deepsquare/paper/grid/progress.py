@@ -30,26 +30,22 @@ class Progress:
         self._seconds, self._epochs = 0.0, 0
 
     def log(self, text: str) -> None:
-        """Print a line above the table."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def live(self, waiting: Sequence[TrainingRun], workers: int) -> Iterator[None]:
-        """Display the table during the block if stderr is a terminal."""
         self._waiting, self.workers = {run.key: run for run in waiting}, workers
         table = Live(console=self.console, get_renderable=self._table, refresh_per_second=2, transient=True)
         with table if self.console.is_terminal else nullcontext():
             yield
 
     def update(self, key: str, metrics: Mapping[str, Any]) -> None:
-        """Record the end of an epoch."""
         before = self._latest.get(key, metrics)  # the first epoch after resuming does not measure the speed
         self._seconds += metrics["seconds"] - before["seconds"]
         self._epochs += metrics["epochs"] - before["epochs"]
         self._latest[key] = metrics
 
     def complete(self, run: TrainingRun, row: Row | None, error: object) -> None:
-        """Record the end of a run."""
         self._latest.pop(run.key, None)
         self._waiting.pop(run.key, None)
         if row is None:

@@ -50,12 +50,10 @@ class TrainingRun:
 
     @property
     def key(self) -> str:
-        """The identity of the run in the store."""
         return run_key(self.experiment, self.row, self.seed, self.to_recipe())
 
     @property
     def name(self) -> str:
-        """The name in the progress display."""
         continued = "" if self.init_from is None else ", continued"
         return f"{self.row}, {self.schedule}{continued}, seed {self.seed}"
 
@@ -104,7 +102,6 @@ class InMemoryTraining:
     data: DataSource
 
     def __call__(self, run: TrainingRun, checkpoint: Path | None, on_progress: OnProgress) -> Row:
-        """Train one model and return its row."""
         batches, evaluation = self.data(run)
         torch.manual_seed(run.seed)
         model = create_model(run.model, run.spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

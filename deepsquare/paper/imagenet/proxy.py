@@ -69,7 +69,6 @@ class ImageFolderTraining:
     data: Path
 
     def __call__(self, run: TrainingRun, checkpoint: Path, on_progress: OnProgress) -> Row:
-        """Train one model and return its row."""
         recipe = run.recipe
         assert isinstance(recipe, ImageNetRecipe)
         setup = setup_training(recipe, self.data, run.seed)

@@ -32,7 +32,6 @@ class Schedule:
 
     @property
     def label(self) -> str:
-        """Name and length."""
         name = f"{self.name}, continued" if self.continued else self.name
         return f"{name} ({self.epochs} epoch{'s' if self.epochs != 1 else ''})"
 
@@ -94,7 +93,6 @@ class ScheduleResult:
 
     @property
     def diverged(self) -> int:
-        """The number of runs that diverged."""
         return sum(run.diverged for run in self.runs)
 
     @cached_property

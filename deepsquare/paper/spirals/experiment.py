@@ -125,18 +125,18 @@ class _Run:
         return self.rows, figures
 
     def tune(self, task: Task) -> dict[str, Tuned]:
-        """Every activation on the whole grid."""
         seeds = range(self.start, self.start + task.tuning_seeds)
         tuned = {name: tune(task, name, seeds, task.steps // self.shorten) for name in ACTIVATIONS}
         self._store(f"settings/{task.name}", {}, _settings(tuned), seeds)
         return tuned
 
     def train(self, task: Task, tuned: Mapping[str, Tuned]) -> dict[str, Trained]:
-        """Every activation with its best setting, on fresh seeds."""
         steps = task.steps // self.shorten
-        trained = {name: retrain(task, name, tuned[name], self.fresh, steps) for name in ACTIVATIONS}
-        measured = {name: _measure(result) for name, result in trained.items()}
-        for name, result in trained.items():
+        trained: dict[str, Trained] = {}
+        measured: dict[str, dict[str, Array]] = {}
+        for name in ACTIVATIONS:  # ReLU, which the others are compared with, is the first
+            result = trained[name] = retrain(task, name, tuned[name], self.fresh, steps)
+            measured[name] = _measure(result)
             metrics: dict[str, Any] = {metric: round_for_json(values) for metric, values in measured[name].items()}
             metrics["means"] = {metric: mean(settled(values)) for metric, values in measured[name].items()}
             if name != "relu":
@@ -153,11 +153,10 @@ class _Run:
             }
             metrics["curve"] = {"steps": list(result.checkpoints), "quantiles": list(QUANTILES), **bands}
             recipe = asdict(result.networks.settings[0]) | {"steps": result.steps}
-            self._store(f"{task.name}/{name}", recipe, metrics, self.fresh, result.seconds)
+            self._store(f"{task.name}/{name}", recipe, metrics, self.fresh)
         return trained
 
     def ablate(self) -> None:
-        """Run the ablations of ``ablation.py``."""
         usual, steps = asdict(ablation.USUAL), ONE_ARM.steps // self.shorten
         iterations = max(1, 150 // self.shorten)
         few, fewer = self.others[:10], self.others[:5]
@@ -170,31 +169,23 @@ class _Run:
         self._store("ablation/start", {"initialization": "pytorch"}, {"cases": ablation.at_start(few)}, few)
 
     def cost(self) -> None:
-        """Measure the time of each activation relative to ReLU."""
         elements, repeats = 2**20, max(1, 40 // self.shorten)
         costs = measures.activation_costs(elements, repeats)
         metrics: dict[str, Any] = {"milliseconds": {}, "relative_to_relu": {}}
         for name, times in costs.items():
             metrics["milliseconds"][name] = {kind: round(1000 * best, 4) for kind, best in times.items()}
-            relative = {kind: round(best / costs["relu"][kind], 2) for kind, best in times.items()}
-            metrics["relative_to_relu"][name] = relative
+            metrics["relative_to_relu"][name] = {kind: round(times[kind] / costs["relu"][kind], 2) for kind in times}
         self._store("activation cost", {"elements": elements, "repeats": repeats, "threads": 1}, metrics)
 
     def _store(
-        self,
-        name: str,
-        recipe: Mapping[str, Any],
-        metrics: Mapping[str, Any],
-        seeds: range | None = None,
-        seconds: float | None = None,
+        self, name: str, recipe: Mapping[str, Any], metrics: Mapping[str, Any], seeds: range | None = None
     ) -> None:
-        """Add a row; ``seconds`` is by default the time since the previous row."""
-        now = time.perf_counter()
-        seconds = now - self.since if seconds is None else seconds
+        """Add a row with the seconds since the previous one."""
+        before, self.since = self.since, time.perf_counter()
         if seeds:
             recipe = {**recipe, "seeds": len(seeds), "first_seed": seeds[0]}
-        self.rows.append(Row("spirals", name, self.seed, recipe, metrics, round(seconds, 2), **conditions()))
-        self.since = now
+        seconds = round(self.since - before, 2)
+        self.rows.append(Row("spirals", name, self.seed, recipe, metrics, seconds, **conditions()))
 
 
 def _settings(tuned: Mapping[str, Tuned]) -> dict[str, Any]:

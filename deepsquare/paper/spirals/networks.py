@@ -127,7 +127,6 @@ class Networks:
         return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in named}
 
     def batch(self, split: data.Split, dtype: torch.dtype = torch.float32) -> Batch:
-        """The data of every network."""
         samples = zip(*(self.task.draw(seed, split) for seed in self.seeds), strict=True)
         inputs, targets = (torch.stack(parts).to(dtype) for parts in samples)
         scaled = torch.cat([setting.scaled(inputs) for setting in self.settings])

@@ -5,7 +5,6 @@ every setting of one grid on a few seeds, and the setting and length with the lo
 is chosen. The reported loss is the *test* loss of networks with other seeds.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -84,7 +83,6 @@ class Trained:
     checkpoints: tuple[int, ...]
     curves: Mapping[str, Array]  # (checkpoints, seeds): test_loss and, of a classification, test_accuracy
     train_loss: Array  # (seeds,), at the chosen step
-    seconds: float
 
     @property
     def chosen(self) -> int:
@@ -115,7 +113,6 @@ def quantiles(values: Array) -> Array:
 
 def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], steps: int) -> Trained:
     """Train with the best setting on other seeds, for all steps of the task to get the whole curve."""
-    start = time.perf_counter()
     setting, chosen = tuned.best
     networks = Networks(task, activation, [setting], seeds)
     curve = {round(step) for step in np.linspace(0, steps, CURVE + 1)}
@@ -127,5 +124,4 @@ def retrain(task: Task, activation: str, tuned: Tuned, seeds: Sequence[int], ste
         accuracies = [networks.accuracies(trained[step], *test).double().numpy() for step in checkpoints]
         curves["test_accuracy"] = np.stack(accuracies)
     train_loss = finite(networks.losses_at(trained, [chosen], "train"))[0]
-    seconds = time.perf_counter() - start
-    return Trained(networks, chosen, trained[chosen], checkpoints, curves, train_loss, seconds)
+    return Trained(networks, chosen, trained[chosen], checkpoints, curves, train_loss)
