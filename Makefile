@@ -3,12 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test reproduce results support clean
+.PHONY: test types pytest reproduce results support clean
 
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory -j 2 types pytest
+
+types: $(READY)
 	$(BIN)/mypy
+
+pytest: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal
 
 reproduce: $(READY)

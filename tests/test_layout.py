@@ -167,9 +167,7 @@ def repair() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    "order", ["torch, deepsquare, torchvision", "torchvision, timm, deepsquare, torch", "timm, torch"]
-)
+@pytest.mark.parametrize("order", ["torch, deepsquare, torchvision", "timm, torchvision, deepsquare, torch"])
 def test_torchvision_can_be_imported_in_any_order(order: str) -> None:
     code = f"""
 import {order}

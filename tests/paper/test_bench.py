@@ -12,6 +12,7 @@ from helpers.images import make_class_folders
 from rich.console import Console
 from rich.table import Table
 
+from deepsquare.cost import cost_of
 from deepsquare.data import open_source, write_shards
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.paper.bench import _common, data, models, ops, train
@@ -81,16 +82,17 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
     monkeypatch.setattr(deploy, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})
+    monkeypatch.setattr(deploy, "PRECISIONS", ("int8",))
     deploy.run(["timm/test_resnet"], ["se"], rounds=3, results=tmp_path)
-    rows = {row.row.rpartition("/")[2]: row.metrics for row in bench_rows(tmp_path)}
-    assert rows.keys() == {"float32", "int8"}
-    for found in rows.values():
-        assert list(found) == ["", "se", "again"]
-        assert found["se"]["bytes"] > found[""]["bytes"] == found["again"]["bytes"]
-        assert found[""]["1"]["ratio"][0] + found["again"]["1"]["ratio"][0] == pytest.approx(2, abs=0.01)
-        assert min(low for one in found.values() for low in (*one["1"]["seconds"], *one["2"]["seconds"])) > 0
-        assert 1e6 < found["se"]["memory"] < 1e9
-    assert rows["int8"]["se"]["bytes"] < rows["float32"]["se"]["bytes"] / 2
+    (row,) = bench_rows(tmp_path)
+    assert row.row == "deploy/timm/test_resnet/onnx/int8"
+    metrics = row.metrics
+    assert list(metrics) == ["", "se", "again"]
+    assert metrics["se"]["bytes"] > metrics[""]["bytes"] == metrics["again"]["bytes"]
+    assert metrics["se"]["bytes"] < 0.5 * 4 * cost_of("timm/test_resnet", "se").parameters
+    assert metrics[""]["1"]["ratio"][0] + metrics["again"]["1"]["ratio"][0] == pytest.approx(2, abs=0.01)
+    assert min(low for one in metrics.values() for low in (*one["1"]["seconds"], *one["2"]["seconds"])) > 0
+    assert 1e6 < metrics["se"]["memory"] < 1e9
     with pytest.raises(OSError, match=r"latency of none.onnx failed:[\s\S]*no file none.onnx"):
         deploy._in_subprocess("latency", [Path("none.onnx")], 1, 1)
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.shell import Shell
 
 from deepsquare.cli import reproduce
 from deepsquare.paper import experiments
@@ -39,19 +40,15 @@ print("imported:", [name for name in {HEAVY} if name in sys.modules])
 
 
 @pytest.mark.parametrize("missing", HEAVY)
-def test_a_missing_package_of_the_extra_is_named(missing: str, tmp_path: Path) -> None:
-    code = f"""
-import sys
-sys.modules[{missing!r}] = None
-from deepsquare.cli import main
-sys.argv = ["deepsquare", "reproduce", "fig2"]
-main()
-"""
-    done = python(code, tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.strip() == (
-        f"deepsquare: error: the experiments and the report need {missing}: pip install 'deepsquare[paper]'"
-    )
+def test_a_missing_package_of_the_extra_is_named(
+    missing: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
+    code, out, err = shell.run("reproduce fig2")
+    assert (code, out) == (2, "")
+    expected = f"the experiments and the report need {missing}: pip install 'deepsquare[paper]'"
+    assert err == f"deepsquare: error: {expected}\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ from deepsquare.results import round_for_json
 BACKBONES = ("shufflenet_v2_x1_0", "resnet18")
 SPECS = ("pooling", "softmin", "excitation", "encoding", "pooling+excitation", "se")
 BASE, BASE_COPY = "", "again"  # keys of the base network in a row's metrics
-THREADS = (1, 2)
+PRECISIONS, THREADS = ("float32", "int8"), (1, 2)
 SIZE, NUM_IMAGES = 224, 16  # of the input, and for calibration
 WARMUP_ITERATIONS, MEMORY_ITERATIONS = 5, 5
 
@@ -53,7 +53,7 @@ def run(
         cost_of(backbone, spec)  # fail early on a spec that does not fit
     for runtime in RUNTIMES.values():
         runtime.require_modules()
-    cases = list(product(backbones, RUNTIMES.values(), ("float32", "int8")))
+    cases = list(product(backbones, RUNTIMES.values(), PRECISIONS))
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(cases) * (1 + len(specs) + len(THREADS)))
         for backbone, runtime, precision in cases:
@@ -80,7 +80,6 @@ def _measure(
             report(f"export of {spec or 'the base network'}")
             model, path = random_init_model(backbone, spec, images), Path(folder) / f"{spec or 'base'}{runtime.suffix}"
             candidates[spec] = export(model, path, Preprocessing(size=SIZE), images=images[:2], calibration=calibration)
-        candidates[BASE_COPY] = candidates[BASE]
         metrics: dict[str, Any] = {
             spec: {
                 "bytes": exported.size,
@@ -89,6 +88,7 @@ def _measure(
             }
             for spec, exported in candidates.items()
         }
+        candidates[BASE_COPY], metrics[BASE_COPY] = candidates[BASE], dict(metrics[BASE])
         for threads in THREADS:
             report(f"latency with {threads} thread{'s' if threads > 1 else ''}")
             paths = [exported.path for exported in candidates.values()]
