@@ -19,7 +19,6 @@ class EleSquare(nn.Module):
     """EleSquare, Equation (14): t², elementwise."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape to the same shape and type."""
         return DF.square(x)
 
 
@@ -27,7 +26,6 @@ class ReLUSquare(nn.Module):
     """ReLU-Square, Equation (19): max(0, t)², elementwise."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape to the same shape and type."""
         return DF.relu_square(x)
 
 

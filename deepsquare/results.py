@@ -48,7 +48,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return run_key(self.experiment, self.row, self.seed, self.recipe)
 
     def to_json(self) -> bytes:
-        """The row as a line of a store."""
         return json.dumps(msgspec.structs.asdict(self), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 

@@ -43,7 +43,6 @@ class GatherExcite(nn.Module):
         self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to the same shape."""
         if self.size is not None and tuple(x.shape[2:]) != self.size:
             received, expected = ("×".join(map(str, size)) for size in (x.shape[2:], self.size))
             raise ValueError(
@@ -101,7 +100,6 @@ class GSoP(nn.Module):
         self.apply(init_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to the same shape."""
         reduced = self.reduce(x)
         with fp32_context(reduced) as values:
             matrix = covariance(values)

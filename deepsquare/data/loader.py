@@ -18,6 +18,7 @@ from deepsquare.data.transforms import Transform, center_crop, random_crop
 from deepsquare.preprocessing import Preprocessing
 
 GREY, NO_LABEL = 128, -1  # pixels and label of a damaged image
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 TERM_GRACE = 120  # seconds that a worker continues after SIGTERM
 REQUIRED_MODULE = {"torchvision": None, "fast": "simplejpeg", "dali": "nvidia.dali"}  # from the extra of the same name
 
@@ -134,6 +135,7 @@ def _ignore_stop_signals(worker: int) -> None:
     """Leave Ctrl-C, and a SIGTERM sent to all processes of a job, to the parent: it finishes and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE))  # ends the worker if the parent did not
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
@@ -146,7 +148,12 @@ def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
         worker_init_fn=_ignore_stop_signals,
         generator=torch.Generator(),  # the loader seeds its workers from it instead of from the global generator
     )
-    iterator: Any = iter(loader)
+    # A signal that reaches a worker before it ignores them would end it, and the run with an error: they wait.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if workers else ())
+    try:
+        iterator: Any = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     try:
         for images, labels, damaged in iterator:
             yield Batch(images, labels, tuple(damaged))  # the loader converts tuples to lists

@@ -44,7 +44,6 @@ class TrainingRun:
     init_from: str | None = None
 
     def to_recipe(self) -> dict[str, Any]:
-        """The recipe as stored in the row."""
         recipe = {"model": self.model, "spec": self.spec, "schedule": self.schedule, **describe_run(self.recipe)}
         return recipe if self.init_from is None else {**recipe, "init_from": self.init_from}
 
