@@ -128,7 +128,10 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
 
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
-    header = read_header(path)
+    header, record = read_header(path), equip_record(model)
+    spec = record.spec if record else ""
+    if header.spec and set(header.spec.split("+")) != set(spec.split("+")):  # not each has keys of its own
+        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec, spec)
     return _fill(unwrap(model), load_file(path), path, header)
 
 
@@ -148,7 +151,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         name = header.name or "a model without a name"
         raise ValueError(
             f"{path} does not fit {_describe(model)}: {listed}. The file holds {name} with spec {header.spec!r} and "
-            f"kwargs {header.kwargs}. If that model was changed after it was created, build it again and use "
+            f"kwargs {header.kwargs}: build and equip the model as it was saved, with later changes, and use "
             "deepsquare.load_weights; load weights of a base model before equipping it with a technique that widens "
             "its classifier"
         )

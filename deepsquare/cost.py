@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare.models import create_model
+from deepsquare.surgery import unwrap
 from deepsquare.surgery.trace import BatchNormShapes, copy_around, example_shape, explain_shape, float_tensor
 
 aten = torch.ops.aten
@@ -50,8 +51,8 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
         model: any classifier that takes one tensor.
         input_shape: shape of one input without the batch; guessed when not given.
     """
-    shape = tuple(input_shape) if input_shape is not None else example_shape(model)
-    on_meta = copy_around(model, _to_meta).train()
+    shape = tuple(input_shape) if input_shape is not None else example_shape(unwrap(model))
+    on_meta = copy_around(unwrap(model), _to_meta).train()
     # The difference of two batch sizes is one image: what depends on parameters only cancels out.
     fewer, more = (_count_batch(on_meta, (batch, *shape)) for batch in (2, 3))
     parameters = sum(p.numel() for p in model.parameters())

@@ -388,3 +388,11 @@ def test_wrappers_are_taken_off(wrapper: Callable[[nn.Module], nn.Module], tmp_p
     wrapped = wrapper(ds.create_model("vanilla_cnn", "softmin"))
     assert ds.load_weights(wrapped, tmp_path / "m") == []
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wrapped.parameters(), strict=True))
+
+
+def test_weights_of_a_model_with_another_spec_are_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ds.save(ds.create_model("vanilla_cnn", "pooling"), tmp_path / "model.safetensors")  # it has no key of its own
+    assert ds.load_weights(ds.create_model("vanilla_cnn", "pooling"), tmp_path / "model.safetensors") == []
+    assert not caplog.text
+    ds.load_weights(ds.create_model("vanilla_cnn"), tmp_path / "model.safetensors")
+    assert "model.safetensors holds a model with spec 'pooling'; this one has spec ''" in caplog.text

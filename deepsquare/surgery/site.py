@@ -61,7 +61,6 @@ class Sites:
         return len(self.sites)
 
     def summary(self) -> str:
-        """How many of each kind, in one line."""
         return ", ".join(f"{len(self.of_kind(kind))} {kind}" for kind in KINDS)
 
     def __str__(self) -> str:

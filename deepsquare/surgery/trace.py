@@ -102,7 +102,6 @@ class Graph:
         return [*inner, self.nodes[end]] if end != start else []
 
     def readers(self, node: int) -> int:
-        """How many operations read ``node``."""
         return sum(node in n.inputs for n in self.nodes)
 
     def dominates(self, node: int, end: int) -> bool:

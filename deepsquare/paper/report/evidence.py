@@ -122,7 +122,6 @@ class RowFindings:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict under the decisive schedule; None without a run."""
         return self.decisive[1].verdict if self.decisive else None
 
     @property

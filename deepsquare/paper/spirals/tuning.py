@@ -86,7 +86,6 @@ class Trained:
 
     @property
     def chosen(self) -> int:
-        """The index of the chosen step among the checkpoints."""
         return self.checkpoints.index(self.steps)
 
     @property
