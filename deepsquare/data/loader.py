@@ -3,6 +3,7 @@
 import importlib.util
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -115,7 +116,6 @@ class BatchDataset(Dataset[Batch]):
         return partial(random_crop, self.transform, seed=self.seed, epoch=self.epoch, index=index)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Decode the images at ``indices``."""
         side = self.transform.size
         images = torch.empty((len(indices), side, side, 3), dtype=torch.uint8)
         pixels = images.numpy()
@@ -138,6 +138,16 @@ def _ignore_stop_signals(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+@contextmanager
+def _blocked_stop_signals() -> Iterator[None]:
+    """Workers that start inherit the block: a signal before they ignore it would end them, and so the run."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
     """The batches of a dataset; worker processes end when the generator is closed."""
     loader = DataLoader(
@@ -148,12 +158,8 @@ def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
         worker_init_fn=_ignore_stop_signals,
         generator=torch.Generator(),  # the loader seeds its workers from it instead of from the global generator
     )
-    # A signal that reaches a worker before it ignores them would end it, and the run with an error: they wait.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if workers else ())
-    try:
+    with _blocked_stop_signals() if workers else nullcontext():
         iterator: Any = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     try:
         for images, labels, damaged in iterator:
             yield Batch(images, labels, tuple(damaged))  # the loader converts tuples to lists

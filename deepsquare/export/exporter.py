@@ -45,7 +45,6 @@ class Export:
     undelegated_ops: dict[str, int]  # operations that the runtime does not delegate, by name; empty for ONNX
 
     def metrics(self) -> dict[str, Any]:
-        """The measured values, as rows store them."""
         fields = ("max_rel_error", "fp32_error", "top1_agreement", "undelegated_ops", "undelegated_muls")
         return {"bytes": self.size, **{name: getattr(self, name) for name in fields}}
 

@@ -45,7 +45,6 @@ class OnnxRuntime(Runtime):
     def convert(
         self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
     ) -> tuple[bytes, dict[str, int]]:
-        """The content of an ONNX file; onnxruntime delegates nothing."""
         onnx = require("onnx")
         dims = dict.fromkeys((0, 2, 3) if any_size else (0,), torch.export.Dim.DYNAMIC)
         program: Any = torch.onnx.export(

@@ -59,7 +59,7 @@ def backend_for(*inputs: Tensor) -> ModuleType | None:
 def runs_eagerly(*inputs: Tensor) -> bool:
     """Whether ``inputs`` are plain tensors of one device and nothing compiles, traces or transforms the operations.
 
-    Runs at every call: cheap checks come first. ``is_compiling`` leads, since a compiler cannot trace the others.
+    Runs at every call: cheap checks first, and before them ``is_compiling``: a compiler cannot trace the others.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
@@ -194,7 +194,6 @@ class SquareExcitationAddReLU(SquareExcitation):
         return self.run(backend, *inputs)
 
     def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The result instead of the residual."""
         return *inputs[:2], result
 
     def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:

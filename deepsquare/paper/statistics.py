@@ -36,7 +36,6 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether the interval is finite: two seeds or more."""
         return math.isfinite(self.half)
 
     def holds(self, value: float) -> bool:

@@ -46,7 +46,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
 
 
 def _merge_scale(model: nn.Module, graph: Graph) -> None:
-    """-s·x² = -(√s·x)²: √s goes into the layer that computes x, if only homogeneous operations lie between."""
+    """-s·x² = -(√s·x)²: √s is merged into the layer that computes x, if only homogeneous operations lie between."""
     for call in graph.calls:
         softmin = call.module
         if not isinstance(softmin, SquareSoftmin) or softmin.root_scale is None:

@@ -105,7 +105,7 @@ class Graph:
         return sum(node in n.inputs for n in self.nodes)
 
     def dominates(self, node: int, end: int) -> bool:
-        """Whether every path from the model's input to ``end`` goes through ``node``."""
+        """Whether every path from the model's input to ``end`` passes through ``node``."""
         reached = {0} if node else set()
         for n in self.nodes[1 : end + 1]:
             if n.index != node and not reached.isdisjoint(n.inputs):

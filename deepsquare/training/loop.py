@@ -56,7 +56,6 @@ class History:
         return len(self.train_loss)
 
     def metrics(self, diverged: str | None = None) -> dict[str, Any]:
-        """The metrics of a row: the final values, and the curves."""
         final: dict[str, Any] = {"accuracy": self.accuracy[-1] if self.accuracy else None}
         final |= {name: values[-1] for name, values in (("top5", self.top5), ("ema", self.ema)) if values}
         if self.correct:

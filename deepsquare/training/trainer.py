@@ -94,7 +94,6 @@ class Trainer:
         return loss_sum, correct, valid_sum, classes
 
     def optimizer_step(self, lr: float) -> None:
-        """Update the weights, and their EMA."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.step(self.optimizer)

@@ -1,6 +1,7 @@
 """The three pipelines yield the same images, and none fails on a damaged one."""
 
 import multiprocessing
+import signal
 import struct
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from helpers.images import draw_image, encode, make_class_folders
 from PIL import Image
 from torch import Tensor
 
-from deepsquare.data import Batch, Source, TrainTransform, available, batches, open_source, write_shards
+from deepsquare.data import Batch, Source, TrainTransform, available, batches, loader, open_source, write_shards
 from deepsquare.data.pil import jpeg_size
 from deepsquare.data.transforms import Transform, random_crop
 from deepsquare.preprocessing import Preprocessing
@@ -255,3 +256,20 @@ LoaderConfig("torchvision")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_starts_is_not_ended_by_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(make_class_folders(tmp_path / "images"), "train")
+    ignore_stop_signals = loader._ignore_stop_signals
+
+    def init(worker: int) -> None:
+        for number in loader.STOP_SIGNALS:
+            signal.raise_signal(number)  # before the worker ignores it
+        ignore_stop_signals(worker)
+        (tmp_path / str(worker)).write_text(str(len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
+
+    monkeypatch.setattr(loader, "_ignore_stop_signals", init)
+    read = batches(source, [[0], [1]], TrainTransform(32), pipeline="torchvision", workers=2)
+    assert len(list(read)) == 2
+    assert [(tmp_path / worker).read_text() for worker in "01"] == ["0", "0"]  # none stays blocked
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())

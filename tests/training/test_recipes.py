@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from deepsquare.cost import cost_of
-from deepsquare.paper.imagenet.hours import seconds_at_best
+from deepsquare.paper.imagenet.hours import MACHINES, hours, seconds_at_best
 from deepsquare.results import Store
 from deepsquare.training import CifarRecipe, ImageNetRecipe, TrainerConfig
 from deepsquare.training.recipe import RECIPES, describe_run, override
@@ -109,3 +109,10 @@ def test_a_row_describes_the_recipe_and_what_of_the_config_decides_the_result() 
     assert describe_run(CifarRecipe(epochs=1)).keys() == {field.name for field in fields(CifarRecipe)}
     (stored,) = {frozenset(row.recipe) - {"init_from"} for row in Store(RESULTS / "imagenet.jsonl").rows()}
     assert stored == {*describe_run(ImageNetRecipe()), "schedule"}, "new runs have the keys of committed rows"
+
+
+def test_hours_of_resnet50_follow_from_its_measured_throughput() -> None:
+    for machine in MACHINES:
+        images = 120 * (1_281_167 + 50_000 / 3)  # evaluation has a forward pass only, a third of a step
+        assert hours(RECIPES["resnet50"], machine) == pytest.approx(images / machine.resnet50 / 3600)
+    assert hours(RECIPES["resnet18"], MACHINES[0]) < hours(RECIPES["resnet50"], MACHINES[0])
