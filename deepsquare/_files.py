@@ -13,6 +13,8 @@ from typing import IO, Any
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; it replaces ``path`` when the block ends without an error."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder; give the path of a file, such as a file in it")
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

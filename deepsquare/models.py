@@ -112,6 +112,13 @@ def create_model(
     except (TypeError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{library or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}") from error
+    except KeyError as error:
+        if library != "torchvision" or error.args != (kwargs.get("weights"),):
+            raise
+        from torchvision.models import get_model_weights
+
+        known = ", ".join(get_model_weights(name.split("/")[-1]).__members__)
+        raise ValueError(f"{name} has no weights {error}; torchvision has {known}") from None
     if equip_record(model) is not None and not spec and dropout is None:
         return model  # a name of deepsquare.timm_models, which is equipped already
     stored = {key: value for key, value in kwargs.items() if key not in WEIGHT_KWARGS}

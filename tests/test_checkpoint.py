@@ -350,6 +350,12 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert_same(ds.load(path), model)
 
 
+def test_a_folder_is_no_path_to_save_to(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=f"^{tmp_path} is a folder; give the path of a file"):
+        ds.save(ds.vanilla_cnn(), tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
     ds.save(ds.vanilla_cnn(), tmp_path / "m")
     (tmp_path / "plain").touch()

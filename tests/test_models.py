@@ -74,6 +74,12 @@ def test_wrong_arguments_are_named(name: str) -> None:
         create_model(name, bogus=1)
 
 
+@pytest.mark.parametrize("name", ["resnet18", "torchvision/resnet18"])
+def test_unknown_weights_are_answered_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} has no weights 'NOPE'; torchvision has IMAGENET1K_V1, DEFAULT$"):
+        create_model(name, weights="NOPE")
+
+
 def test_without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "timm" else real(name, *rest))

@@ -1,5 +1,6 @@
 """The command line: one file per verb, one parser for all of them."""
 
+import difflib
 import io
 import os
 import sys
@@ -32,14 +33,17 @@ def help_command(*, version: tyro.conf.FlagCreatePairsOff[bool] = False) -> None
 
 def _run(args: Sequence[str] | None = None) -> None:
     """Parse the arguments and call the verb that they name; without a verb, show the help."""
-    app = tyro.extras.SubcommandApp()
-    app.command(name="info")(info_command)
-    app.command(name="train")(train_command)
-    app.command(name="eval")(eval_command)
-    app.command(name="export")(export_command)
-    app.command(name="predict")(predict_command)
-    app.command(_group(reproduce.commands()), name="reproduce", help=reproduce.__doc__)
-    app.command(_group(bench.commands()), name="bench", help=bench.__doc__)
+    verbs: dict[str, Callable[..., None]] = {"info": info_command, "train": train_command, "eval": eval_command}
+    verbs |= {"export": export_command, "predict": predict_command}
+    groups = {"reproduce": reproduce.commands(), "bench": bench.commands()}
+    verb, name, *_ = [*(sys.argv[1:] if args is None else args), "", ""]
+    for word, names in ((verb, [*verbs, *groups, "report", "help"]), (name, groups.get(verb, ()))):
+        nearest = difflib.get_close_matches(word, names, n=1)
+        if nearest and nearest != [word] and not word.startswith("-"):  # tyro answers what resembles no subcommand
+            raise ValueError(f"no subcommand is called {word!r}; did you mean {nearest[0]}? All: {', '.join(names)}")
+    app = _group(verbs)
+    for group, module in (("reproduce", reproduce), ("bench", bench)):
+        app.command(_group(groups[group]), name=group, help=module.__doc__)
     app.command(name="report")(report_command)
     app.command(name="help", is_default=True)(help_command)
     app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.", args=args)

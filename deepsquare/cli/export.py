@@ -41,12 +41,12 @@ def export_command(
         any_size: Allow any height and width of the input (onnx only).
     """
     file, runtime = model_file(checkpoint), RUNTIMES[to]
-    model, preprocessing = load_model(file)
     path = output or file.with_name(f"{file.stem}{'-int8' if int8 else ''}{runtime.suffix}")
     if path.suffix != runtime.suffix:
         raise ValueError(f"the output is {path}; expected the suffix {runtime.suffix} for {to}")
     if int8 and images is None:
         raise ValueError("int8 needs images to take its ranges from; give a folder, such as train: --images DIR")
+    model, preprocessing = load_model(file)
     parity_images, calibration = None, None
     if images is not None:
         count = CALIBRATION_IMAGES + PARITY_IMAGES if int8 else PARITY_IMAGES

@@ -28,7 +28,8 @@ Schedule = Annotated[
     Literal["quick", "short", "long"], arg(help="How long the networks of the tables train: 2, 10 or 60 epochs.")
 ]
 Seeds = Annotated[int, arg(help="How many seeds.")]
-TableRows = Annotated[tuple[str, ...], arg(help="Only these rows of the tables, by their labels.")]
+Rows = Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")]
+TableRows = Annotated[Rows, arg(help="Only these rows of the tables, by their labels.")]
 Cifar10Folder = Annotated[Path | None, arg(help="Folder with CIFAR-10; downloaded and cached when not given.")]
 ImageFolders = Annotated[Path, arg(help="Folder with train and val, each with a folder of images per class.")]
 RandomNetworks = Annotated[int, arg(help="How many random networks of each kind are checked for Figure 2.")]

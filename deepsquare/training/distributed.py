@@ -1,5 +1,6 @@
 """The processes that train one model together, as started by ``torchrun``; or a single process."""
 
+import atexit
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,13 @@ class DistributedContext:
 SINGLE_PROCESS = DistributedContext()
 
 
+# A model in DistributedDataParallel outlives its group and would release it with the GIL held, while a thread of Gloo
+# waits for the GIL to release the tensors of the last collective: neither ends (torch 2.13). Released from Python, a
+# group is destroyed without the GIL.
+_ended_groups: list[dist.ProcessGroup | None] = []
+atexit.register(_ended_groups.clear)
+
+
 @contextmanager
 def init_distributed(device: str | None = None) -> Iterator[DistributedContext]:
     """Join the process group that the environment describes, or stay a single process; one GPU each if available."""
@@ -71,6 +79,7 @@ def init_distributed(device: str | None = None) -> Iterator[DistributedContext]:
     try:
         yield context
     finally:
+        _ended_groups.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

@@ -101,6 +101,8 @@ def test_all_sites(shell: Shell) -> None:
         ("reproduce table2 --seeds 0", "seeds is 0; expected at least 1"),
         ("reproduce table3 --rows DeepSquare1", "no row is called DeepSquare1; the rows are Original, GeM"),
         ("reproduce table2 --data nowhere", "nowhere"),
+        ("reproduce tabel2", "no subcommand is called 'tabel2'; did you mean table2\\? All: fig2, .*, all$"),
+        ("trian resnet18", "no subcommand is called 'trian'; did you mean train\\?"),
         ("bench train --rounds 0", "rounds is 0"),
         ("bench models --rounds 0", "rounds is 0"),
         ("bench ops --rounds 0", "rounds is 0"),
@@ -158,6 +160,13 @@ def test_the_help_of_a_subcommand_shows_its_own_options_only(shell: Shell) -> No
     for subject in ("train", "models", "ops", "data", "deployment"):
         assert f"• {subject} " in out
     assert "--rounds" not in out
+
+
+def test_the_help_says_that_all_rows_are_the_default(shell: Shell) -> None:
+    for name in ("table2", "proxy", "int8", "parity"):
+        text = " ".join(shell.run(f"reproduce {name} --help")[1].split())
+        assert "(default: all)" in text
+        assert "(default: )" not in text
 
 
 def test_importing_the_command_line_is_light() -> None:

@@ -73,3 +73,10 @@ def test_export_and_predict(tmp_path: Path, shell: Shell) -> None:
     code, output = shell("predict", tmp_path / "broken.onnx", image)
     assert code == 2
     assert "is no ONNX file that onnxruntime can run" in output
+
+
+def test_a_wrong_suffix_is_an_error_before_any_note(tmp_path: Path, shell: Shell) -> None:
+    ds.save(ds.create_model("vanilla_cnn"), tmp_path / "bare.safetensors")
+    code, output = shell("export", tmp_path / "bare.safetensors", "--to", "onnx", "--output", tmp_path / "model.pte")
+    expected = f"the output is {tmp_path / 'model.pte'}; expected the suffix .onnx for onnx"
+    assert (code, output) == (2, f"deepsquare: error: {expected}\n")

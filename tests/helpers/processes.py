@@ -2,23 +2,33 @@
 
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from deepsquare.cli import main
+
+
+def warm_context() -> ForkServerContext:
+    """Takes the place of the context ``spawn``: a process has a state of its own too, but starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchvision", "deepsquare.training.run", "deepsquare.cli"])
+    return context
 
 
 def start(
     function: Callable[..., object], *arguments: Any, environment: Mapping[str, str] | None = None, stderr: Path
 ) -> BaseProcess:
     """``function(*arguments)`` in a process group of its own, with what it writes to stderr in a file."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchvision", "deepsquare.training.run", "deepsquare.cli"])
-    process = context.Process(target=_run, args=(function, arguments, environment or {}, stderr))
+    process = warm_context().Process(target=_run, args=(function, arguments, environment or {}, stderr))
     process.start()
     return process
 
@@ -47,3 +57,20 @@ def command_line(arguments: Sequence[str]) -> None:
     """``deepsquare`` with these arguments."""
     sys.argv = ["deepsquare", *arguments]
     main()
+
+
+def run_module(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """Takes the place of ``subprocess.run`` for ``python -m module``, with its output as text."""
+    python, option, module, *arguments = command
+    assert (python, option) == (sys.executable, "-m")
+    with TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
+        code = wait(start(_run_module, module, arguments, stdout, stderr=stderr))
+        assert code is not None
+        return subprocess.CompletedProcess(command, code, stdout.read_text(), stderr.read_text())
+
+
+def _run_module(module: str, arguments: Sequence[str], stdout: Path) -> None:
+    sys.argv = [module, *arguments]
+    with stdout.open("w") as file, redirect_stdout(file):
+        runpy.run_module(module, run_name="__main__")

@@ -1,4 +1,4 @@
-"""The report: its statistics, its verdicts, and the page rendered from rows."""
+"""The report: the page rendered from rows."""
 
 import base64
 import json
@@ -6,113 +6,28 @@ import math
 import re
 import shutil
 import subprocess
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from helpers.report import BASE, GAINS, Page, row, rows_of, standard_rows, write_store
 from scipy import stats
 
 from deepsquare.cost import Cost, cost_of, format_count
 from deepsquare.paper.report import render
 from deepsquare.paper.report.charts import signed
-from deepsquare.paper.report.evidence import read_stores, table_findings
-from deepsquare.paper.statistics import Interval, Median, interval, median, paired
-from deepsquare.paper.tables import TABLE_2, TABLE_3, TABLE_4
-from deepsquare.paper.verdict import Verdict, judge, judge_sign
-from deepsquare.results import Row, Store
+from deepsquare.paper.report.evidence import table_findings
+from deepsquare.paper.statistics import Interval
+from deepsquare.paper.tables import TABLE_2, TABLE_4
+from deepsquare.paper.verdict import Verdict, judge_sign
+from deepsquare.results import Row
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs/results.md"
-BASE = (80.00, 81.00, 82.00, 81.00)
-GAINS = (1.00, 1.20, 0.80, 1.00)  # of Square-Pooling
 PNG = b"\x89PNG not really"
 REPRODUCED, CONTRARY, INCONCLUSIVE = Verdict
-
-
-def row(
-    spec: str, seed: int, accuracy: float | None, *, schedule: str = "short", epochs: int = 12, **changes: Any
-) -> Row:
-    """A row of CIFAR-10 as the grid stores it; ``accuracy`` in per cent."""
-    final = None if accuracy is None else accuracy / 100
-    curve = [] if final is None else [final * (1 - 0.5**k) for k in range(1, epochs)] + [final]
-    recipe = {"model": "vanilla_cnn", "spec": spec, "schedule": schedule, "epochs": epochs, "weight_decay": 1e-4}
-    metrics = {"accuracy": final, "diverged": None, "test_accuracy": curve, "train_loss": curve}
-    values: dict[str, Any] = {"experiment": "cifar10", "row": spec or "Original", "date": "2025-11-01T00:00:00+00:00"}
-    values |= {"hardware": "a CPU", "commit": "0123456789abcdef", "versions": {"torch": "2.13.0"}, **changes}
-    recipe |= values.pop("recipe", {})
-    metrics |= values.pop("metrics", {})
-    return Row(**{"seed": seed, "recipe": recipe, "metrics": metrics, "seconds": 1800.0, **values})
-
-
-def rows_of(spec: str, accuracies: Sequence[float | None], **changes: Any) -> list[Row]:
-    return [row(spec, seed, accuracy, **changes) for seed, accuracy in enumerate(accuracies)]
-
-
-def standard_rows() -> list[Row]:
-    """Original and Square-Pooling over four seeds, short; the long schedule has only two of them."""
-    gained = [base + gain for base, gain in zip(BASE, GAINS, strict=True)]
-    long: dict[str, Any] = {"schedule": "long", "epochs": 80}
-    rows = [*rows_of("", BASE), *rows_of("pooling", gained)]
-    return [*rows, *rows_of("", BASE[:2], **long), *rows_of("pooling", gained[:2], **long)]
-
-
-def write_store(rows: Sequence[Row], folder: Path, name: str = "cifar10.jsonl") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    Store(folder / name).replace(rows)
-    return folder
-
-
-class Page(HTMLParser):
-    """The cells of each section's tables, the links and sources, and what is not closed."""
-
-    VOID = frozenset({"meta", "img", "br", "link"})
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.text = path.read_text(encoding="utf-8")
-        self.tables: dict[str, list[list[str]]] = defaultdict(list)
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
-        self.open: list[str] = []
-        self.section = ""
-        self.feed(self.text)
-        assert not self.open, f"not closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "section":
-            self.section = values["id"] or ""
-        elif tag == "tr":
-            self.tables[self.section].append([])
-        elif tag in ("td", "th"):
-            self.tables[self.section][-1].append("")
-        self.addresses += [values[name] or "" for name in ("href", "src", "xlink:href") if name in values]
-        self.ids += [values["id"] or ""] if "id" in values else []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.tables[self.section][-1][-1] += data
-
-    def line(self, section: str, label: str) -> list[str]:
-        """The cells of a table's row, by the text of the first."""
-        cells = [[" ".join(cell.split()) for cell in cells] for cells in self.tables[section]]
-        return next(cells for cells in cells if cells and cells[0] == label)
 
 
 RenderPage = Callable[..., Page]
@@ -146,64 +61,6 @@ def standard_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     folder = tmp_path_factory.mktemp("standard")
     (folder / "fig2.png").write_bytes(PNG)
     return Page(render([write_store(standard_rows(), folder)], [folder / "nowhere", folder], folder / "page"))
-
-
-def test_intervals_are_those_of_scipy() -> None:
-    hand = interval([1.0, 2.0, 3.0])
-    assert hand is not None
-    assert (hand.mean, hand.n) == (2.0, 3)
-    assert hand.half == pytest.approx(4.302652729911275 / math.sqrt(3))  # t of 97.5% and 2 degrees of freedom
-    values, base = (81.3, 82.1, 81.0, 83.2, 80.9), (80.0, 81.5, 81.2, 82.0, 80.1)
-    mean = interval(values)
-    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert mean is not None
-    assert (mean.low, mean.high) == pytest.approx((low, high))
-    difference = paired({**dict(enumerate(values)), 9: 0.0}, {**dict(enumerate(base)), 7: 50.0})
-    low, high = stats.ttest_rel(values, base).confidence_interval(0.95)
-    assert difference is not None
-    assert (difference.low, difference.high) == pytest.approx((low, high))
-    assert difference.n == 5
-    assert interval([]) is None
-    assert paired({0: 1.0}, {1: 1.0}) is None
-    one = interval([7.0])
-    assert one is not None
-    assert one.holds(1e9)
-    assert not one.bounded
-
-
-@pytest.mark.parametrize(
-    ("claim", "ends", "seeds", "diverged", "expected"),
-    [
-        (1.06, (0.2, 1.5), 3, 0, REPRODUCED),
-        (1.06, (-0.1, 1.5), 5, 0, INCONCLUSIVE),
-        (1.06, (-1.5, -0.2), 5, 0, CONTRARY),
-        (1.06, (0.0, 1.0), 5, 0, INCONCLUSIVE),  # 0 is not excluded
-        (-1.39, (-2.0, -0.5), 5, 0, REPRODUCED),
-        (-1.39, (0.5, 2.0), 5, 0, CONTRARY),
-        (1.06, (0.2, 1.5), 2, 0, INCONCLUSIVE),  # too few seeds
-        (1.06, None, 0, 0, INCONCLUSIVE),
-        (-0.02, (-0.49, 0.3), 5, 0, REPRODUCED),  # no difference
-        (-0.02, (-0.6, 0.3), 5, 0, INCONCLUSIVE),
-        (-0.02, (0.4, 0.8), 5, 0, INCONCLUSIVE),
-        (-0.02, (0.51, 0.8), 5, 0, CONTRARY),
-        (-0.02, (-2.0, -0.51), 5, 0, CONTRARY),
-        (0.1, (0.2, 0.3), 5, 0, REPRODUCED),  # a difference again
-        (1.06, (0.2, 1.5), 3, 2, REPRODUCED),  # 2 of 5 diverged
-        (1.06, (0.2, 1.5), 3, 4, CONTRARY),  # 4 of 7 diverged
-        (1.06, None, 0, 2, INCONCLUSIVE),
-        (None, None, 0, 3, REPRODUCED),
-        (None, None, 0, 2, INCONCLUSIVE),
-        (None, (-9.0, -8.0), 2, 2, INCONCLUSIVE),  # half of them is no majority
-        (None, (-9.0, -8.0), 2, 3, REPRODUCED),
-        (None, (-9.0, -8.0), 3, 0, CONTRARY),
-        (None, (-9.0, -8.0), 2, 0, INCONCLUSIVE),
-    ],
-)
-def test_verdicts(
-    claim: float | None, ends: tuple[float, float] | None, seeds: int, diverged: int, expected: Verdict
-) -> None:
-    ours = None if ends is None else Interval((ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2, seeds)
-    assert judge(claim, ours, seeds + diverged, diverged) is expected
 
 
 def test_tables_show_the_rows(standard_page: Page) -> None:
@@ -271,40 +128,10 @@ def test_everything_may_be_missing(tmp_path: Path) -> None:
     assert "| DeepSquare3 | 3_4 | 82.77 | +1.06 |\n" in (path.parent / "summary.md").read_text(encoding="utf-8")
 
 
-def test_truncated_lines_and_other_files(tmp_path: Path) -> None:
-    cut = write_store(standard_rows(), tmp_path, "cut.jsonl") / "cut.jsonl"
-    cut.write_text("\n" + cut.read_text(encoding="utf-8") + '{"experiment": "cif', encoding="utf-8")
-    (tmp_path / "support.jsonl").write_text('{"family": "alexnet"}\n')
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "only.jsonl").write_text('{"exp')
-    rows, notes = read_stores([tmp_path])
-    assert len(rows) == len(standard_rows())
-    assert [note.split(":")[0] for note in notes] == ["cut.jsonl", "only.jsonl"]
-    assert all("the last line is truncated" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ({"accuracy": "0.7"}, "row DeepSquare3 of cifar10, seed 0, cannot be read"),
-        ({"test_accuracy": 3}, "cannot be read"),
-    ],
-)
-def test_a_damaged_row_is_reported(metrics: dict[str, Any], message: str) -> None:
-    odd = row("pooling", 0, 70.0, row="DeepSquare3")
-    with pytest.raises(ValueError, match=message):
-        table_findings(TABLE_2, [msgspec.structs.replace(odd, metrics={**odd.metrics, **metrics})])
-
-
 def test_a_damaged_fig2_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "fig2.jsonl").write_text("[]\n")
     with pytest.raises(ValueError, match=r"fig2\.jsonl, line 1: not a row"):
         render([tmp_path], [], tmp_path / "page")
-
-
-def test_medians_by_ranks() -> None:
-    assert median(list(range(1, 10))) == Median(5, 2, 8)  # of 9 the second and the eighth: 96%
-    assert median([3.0, 1.0, 2.0]) == Median(2, 1, 3)
 
 
 def test_baselines_on_the_page(render_page: RenderPage) -> None:
@@ -386,33 +213,6 @@ def test_deployed_networks_on_the_page(render_page: RenderPage) -> None:
     assert "net+gsop, ExecuTorch: no such operation" in page.text
 
 
-def test_a_run_with_two_labels_counts_once() -> None:
-    rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("pooling", BASE, row="Square-Pooling")]
-    findings = table_findings(TABLE_2, rows)
-    assert len(findings.rows[3].results[findings.schedules[0]].runs) == len(BASE)
-
-
-def test_a_run_counts_once_and_the_first_folder_wins(tmp_path: Path) -> None:
-    first = write_store([row("pooling", 0, 80.0)], tmp_path / "a")
-    again = [row("pooling", 0, 70.0), row("pooling", 1, 71.0)]
-    rows, notes = read_stores([first, write_store(again, tmp_path / "b"), tmp_path / "none"])
-    assert [(r.seed, r.metrics["accuracy"]) for r in rows] == [(0, 0.8), (1, 0.71)]
-    assert notes == []
-
-
-def test_the_latest_of_two_recipes_counts() -> None:
-    new: Mapping[str, Any] = {"recipe": {"weight_decay": 5e-4}, "date": "2025-12-01T00:00:00+00:00"}
-    rows = [*rows_of("", BASE), *rows_of("pooling", BASE), *rows_of("", (70.0, 71.0, 72.0), **new)]
-    findings = table_findings(TABLE_2, rows)
-    (schedule,) = findings.schedules
-    assert [run.accuracy for run in findings.rows[0].results[schedule].runs] == pytest.approx([70, 71, 72])
-    assert not findings.rows[3].results
-    assert findings.notes == (
-        "cifar10, vanilla_cnn: 2 recipes are called “short”. The page shows the one that ran last and omits "
-        "8 runs of the others.",
-    )
-
-
 def test_diverged_runs_are_counted_and_left_out(render_page: RenderPage) -> None:
     lost: dict[str, Any] = {"metrics": {"diverged": "the loss is nan", "test_accuracy": [0.1, None]}}
     six = str(TABLE_2.entries[9].spec)
@@ -465,13 +265,6 @@ def test_continued_networks_have_their_own_table(render_page: RenderPage) -> Non
     assert page.line("table7", "ShuffleNetV2-0.5×")[-1] == ""  # the paper's accuracy is of other data
 
 
-def test_the_longest_schedule_with_enough_seeds_is_judged() -> None:
-    row = table_findings(TABLE_3, standard_rows()).rows[2]
-    assert [schedule.name for schedule in row.results] == ["short", "long"]
-    assert row.decisive is not None
-    assert row.decisive[0].name == "short"
-
-
 def test_the_rows_of_the_spirals(render_page: RenderPage) -> None:
     def stored(mean: float, half: float) -> dict[str, float]:
         return {"mean": mean, "low": mean - half, "high": mean + half}
@@ -507,12 +300,6 @@ def test_texts_from_rows_are_escaped(render_page: RenderPage) -> None:
 
 def test_signed_numbers() -> None:
     assert [signed(value) for value in (1.06, -0.02, 0.0, -0.001)] == ["+1.06", "−0.02", "0.00", "0.00"]
-
-
-def test_mean_curve() -> None:
-    result = next(iter(table_findings(TABLE_2, rows_of("", BASE)).rows[0].results.values()))
-    assert result.mean_curve[-1].mean == pytest.approx(81)
-    assert len(result.mean_curve) == 12
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -116,9 +116,6 @@ def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
     return table
 
 
-# ---- in a subprocess ----
-
-
 def _in_subprocess(measurement: str, paths: Sequence[Path], threads: int, iterations: int) -> Any:
     """``latency`` or ``memory`` of exported files, measured in a fresh process."""
     arguments = [measurement, str(threads), str(iterations), *map(str, paths)]

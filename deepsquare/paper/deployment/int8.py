@@ -20,7 +20,7 @@ from deepsquare.export import export, load_exported
 from deepsquare.export.base import Runtime
 from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files
 from deepsquare.export.runtimes import RUNTIMES
-from deepsquare.paper.options import OUT, ImageFolders, OutputFolders
+from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Rows
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store, run_key
 
@@ -36,7 +36,7 @@ class TrainedNetwork(NamedTuple):
     preprocessing: Preprocessing
 
 
-def run_int8(*, data: ImageFolders, rows: tuple[str, ...] = (), output: OutputFolders = OUT) -> None:
+def run_int8(*, data: ImageFolders, rows: Rows = (), output: OutputFolders = OUT) -> None:
     """Quantize the networks that proxy trained, and measure their accuracy in every runtime.
 
     Args:

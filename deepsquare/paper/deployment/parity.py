@@ -20,7 +20,7 @@ from deepsquare.export import ExportError, export
 from deepsquare.export.base import Runtime
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.models import create_model
-from deepsquare.paper.options import OUT, OutputFolders
+from deepsquare.paper.options import OUT, OutputFolders, Rows
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store, run_key
 
@@ -34,7 +34,7 @@ BASELINES_MODEL = "resnet18"
 PARITY_IMAGES, SIZE = 8, 224
 
 
-def run_parity(*, rows: tuple[str, ...] = (), output: OutputFolders = OUT) -> None:
+def run_parity(*, rows: Rows = (), output: OutputFolders = OUT) -> None:
     """Compare exported networks with their models: every technique in every runtime.
 
     Args:

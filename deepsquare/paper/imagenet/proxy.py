@@ -17,7 +17,7 @@ import torch
 from deepsquare.checkpoint import RunInfo, load_weights, save
 from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.runner import TrainingRun, run_grid, train_to_row
-from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Seeds, check_selection
+from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Rows, Seeds, check_selection
 from deepsquare.paper.tables import CONTINUED, PaperRow
 from deepsquare.results import Row, Store
 from deepsquare.training import ImageNetRecipe
@@ -97,7 +97,7 @@ def run_proxy(
     *,
     data: ImageFolders,
     seeds: Seeds = 1,
-    rows: tuple[str, ...] = (),
+    rows: Rows = (),
     workers: Workers = LOCAL,
     output: OutputFolders = OUT,
 ) -> None:
