@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -13,11 +13,16 @@ def cores() -> int:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Run small operations on one thread: on a busy machine, threads that wait for each other are far slower."""
+def use_threads(number: int) -> Iterator[None]:
+    """Run torch's operations on this number of threads."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """Run small operations on one thread: on a busy machine, threads that wait for each other are far slower."""
+    return use_threads(1)

@@ -44,7 +44,17 @@ class Preprocessing:
 
     def normalize(self, images: Tensor, channel_dim: int = 1) -> Tensor:
         """Values from 0 to 255 of any type to float32: (x / 255 − mean) / std per channel; the memory format stays."""
+        if channel_dim == -1 and images.ndim > 1:
+            return self._normalize_rows(images)
         shape = [1] * images.ndim
         shape[channel_dim] = 3
         mean, std = (torch.tensor(values, device=images.device).view(shape) for values in (self.mean, self.std))
         return images.to(torch.float32, copy=True).mul_(1 / (255 * std)).sub_(mean / std)
+
+    def _normalize_rows(self, images: Tensor) -> Tensor:
+        """(…, W, 3): the same values, several times as fast as a broadcast over the three channels of each pixel."""
+        width = images.shape[-2]
+        mean, std = (torch.tensor(values, device=images.device) for values in (self.mean, self.std))
+        values = images.contiguous().to(torch.float32, copy=True)
+        values.flatten(-2).mul_((1 / (255 * std)).repeat(width)).sub_((mean / std).repeat(width))
+        return values

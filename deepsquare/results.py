@@ -64,13 +64,20 @@ class Store:
 
     def rows(self) -> list[Row]:
         """All complete rows in the order they were written; a truncated last line is skipped with a warning."""
+        return list(self.rows_by_line().values())
+
+    def rows_by_line(self) -> dict[int, Row]:
+        """The same with the number of each row's line."""
         if not self.path.exists():
-            return []
-        rows = []
+            return {}
+        if not self.path.is_file():
+            raise ValueError(f"{self.path} is a folder; expected a file with one row per line")
+        rows = {}
         lines = self.path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
-                rows += [msgspec.json.decode(line, type=Row)] if line else []
+                if line:
+                    rows[number] = msgspec.json.decode(line, type=Row)
             except ValueError as error:
                 if number < len(lines):
                     reason = f"{self.path}, line {number}: not a row ({error}); remove that line to continue"

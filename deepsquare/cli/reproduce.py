@@ -16,14 +16,14 @@ def commands() -> dict[str, Callable[..., None]]:
     return {name: _with_report(experiment) for name, experiment in EXPERIMENTS.items()}
 
 
-def _with_report(experiment: Callable[..., None]) -> Callable[..., None]:
+def _with_report(experiment: Callable[..., bool | None]) -> Callable[..., None]:
     from deepsquare.paper import require_paper
     from deepsquare.paper.options import OutputFolders
 
     @functools.wraps(experiment)  # tyro reads its options and its docstring
     def command(*, output: OutputFolders, **options: Any) -> None:
         require_paper()
-        experiment(output=output, **options)
-        print_report((output.results, RESULTS), (output.figures, FIGURES), output.report)
+        if experiment(output=output, **options) is not False:
+            print_report((output.results, RESULTS), (output.figures, FIGURES), output.report)
 
     return tyro.conf.configure(tyro.conf.OmitArgPrefixes)(command)

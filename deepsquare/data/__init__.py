@@ -1,7 +1,8 @@
-"""Images: class folders and shards through three equivalent decoding pipelines; CIFAR-10; images in memory.
+"""Images: class folders and shards through three decoding pipelines; CIFAR-10, Tiny ImageNet; images in memory.
 
 To add a data set of encoded images, write a :class:`Source` for its layout and let ``splits.open_source`` recognize it.
-A small data set is a function that returns :class:`~deepsquare.data.in_memory.LabeledImages`, as in ``cifar10.py``.
+A small data set is a function that returns :class:`~deepsquare.data.in_memory.LabeledImages`, as in ``cifar10.py`` and
+``tiny_imagenet.py``.
 """
 
 from deepsquare.data.loader import Batch, available, batches

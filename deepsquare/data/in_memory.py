@@ -30,6 +30,11 @@ class LabeledImages:
             actual = f"{tuple(labels.shape)} {labels.dtype}"
             raise ValueError(f"labels are {actual}; expected ({len(images)},) torch.int64, one per image")
 
+    @classmethod
+    def from_words(cls, words: Tensor, labels: Tensor) -> LabeledImages:
+        """Images from pixels of four bytes, (N, H, W, 4) uint8, whose first three are red, green and blue; no copy."""
+        return cls(words[..., :3].permute(0, 3, 1, 2), labels)
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -50,17 +55,24 @@ class InMemoryBatches:
     of an epoch is dropped.
     """
 
-    def __init__(self, data: LabeledImages, batch_size: int, *, pad: int = 4, flip: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        data: LabeledImages,
+        batch_size: int,
+        *,
+        pad: int = 4,
+        flip: bool = True,
+        seed: int = 0,
+        preprocessing: Preprocessing = CIFAR10_PREPROCESSING,
+    ) -> None:
         height, width = data.images.shape[2:]
         if not 1 <= batch_size <= len(data):
             raise ValueError(f"batch_size is {batch_size}; expected between 1 and the {len(data)} images")
         if not 0 <= pad < min(height, width):
             raise ValueError(f"pad is {pad}; a reflected border needs 0 ≤ pad < {min(height, width)}")
         self.batch_size, self.pad, self.flip, self.seed = batch_size, pad, flip, seed
-        self.labels, self.size = data.labels, (height, width)
-        words = torch.zeros(len(data), height, width, 4, dtype=torch.uint8)
-        words[..., :3] = data.images.permute(0, 2, 3, 1)
-        self.words = words.view(torch.int32).flatten()
+        self.labels, self.size, self.preprocessing = data.labels, (height, width), preprocessing
+        self.words = _words(data.images)
 
     def __len__(self) -> int:
         return len(self.labels) // self.batch_size
@@ -84,18 +96,34 @@ class InMemoryBatches:
         columns = _reflect(columns + shifts[1, :, None] - self.pad, width)  # (B, W)
         positions = (index[:, None] * height + rows)[:, :, None] * width + columns[:, None, :]  # (B, H, W)
         pixels = self.words.take(positions).unsqueeze(-1).view(torch.uint8)[..., :3]
-        return _normalize(pixels)
+        return _normalize(pixels, self.preprocessing)
 
 
-def eval_batches(data: LabeledImages, batch_size: int = 1000) -> Iterator[tuple[Tensor, Tensor]]:
+def eval_batches(
+    data: LabeledImages, batch_size: int = 1000, preprocessing: Preprocessing = CIFAR10_PREPROCESSING
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Every image once, in order and without augmentation."""
     for images, labels in zip(torch.split(data.images, batch_size), torch.split(data.labels, batch_size), strict=True):
-        yield _normalize(images.permute(0, 2, 3, 1).contiguous()), labels
+        yield _normalize(images.permute(0, 2, 3, 1).contiguous(), preprocessing), labels
 
 
-def _normalize(pixels: Tensor) -> Tensor:
+def _words(images: Tensor) -> Tensor:
+    """The pixels of (N, 3, H, W) images as 32-bit words, (N · H · W); no copy of images by LabeledImages.from_words."""
+    count, _, height, width = images.shape
+    shape, strides = (count, height, width, 4), (4 * height * width, 4 * width, 4, 1)
+    channels_last = images.permute(0, 2, 3, 1)
+    stored = images.untyped_storage().nbytes() - images.storage_offset()
+    if channels_last.stride() == strides and images.storage_offset() % 4 == 0 and stored >= 4 * count * height * width:
+        words = images.as_strided(shape, strides)
+    else:
+        words = torch.zeros(shape, dtype=torch.uint8)
+        words[..., :3] = channels_last
+    return words.view(torch.int32).flatten()
+
+
+def _normalize(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
     """(B, H, W, 3) uint8 → (B, 3, H, W) float32 in channels_last."""
-    return CIFAR10_PREPROCESSING.normalize(pixels, channel_dim=-1).permute(0, 3, 1, 2)
+    return preprocessing.normalize(pixels, channel_dim=-1).permute(0, 3, 1, 2)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

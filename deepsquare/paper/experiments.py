@@ -1,6 +1,7 @@
 """The experiments by name, each with its own options: ``deepsquare reproduce NAME``.
 
-The modules that need the extra ``paper`` are imported when an experiment runs.
+An experiment returns False if it ran nothing, so that the report would not change. The modules that need the extra
+``paper`` are imported when an experiment runs.
 """
 
 import warnings
@@ -14,6 +15,7 @@ from deepsquare.paper.deployment.parity import run_parity
 from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.imagenet.proxy import run_proxy
 from deepsquare.paper.options import OUT, Cifar10Folder, OutputFolders, RandomNetworks, Schedule, Seeds, TableRows
+from deepsquare.paper.study.experiment import run_study
 from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3
 
 
@@ -66,7 +68,7 @@ def everything(
         warnings.warn(f"Tables 2 and 3 are skipped: {error}", stacklevel=1)
 
 
-EXPERIMENTS: dict[str, Callable[..., None]] = {
+EXPERIMENTS: dict[str, Callable[..., bool | None]] = {
     "fig2": fig2,
     "fig3": _spirals("Figure 3: regression on the one-arm spiral with ReLU-Square and with ReLU"),
     "fig4": _spirals("Figure 4: test loss of the regression on the one-arm spiral"),
@@ -77,6 +79,7 @@ EXPERIMENTS: dict[str, Callable[..., None]] = {
     "baselines": table_experiment("Not in the paper: the baselines in the vanilla CNN", BASELINES_TABLE),
     "recipe": choose_recipe,
     "proxy": run_proxy,
+    "study": run_study,
     "int8": run_int8,
     "parity": run_parity,
     "all": everything,

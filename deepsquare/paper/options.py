@@ -25,7 +25,8 @@ class OutputFolders:
 
 OUT = OutputFolders()
 Schedule = Annotated[
-    Literal["quick", "short", "long"], arg(help="How long the networks of the tables train: 2, 10 or 60 epochs.")
+    Literal["quick", "short", "long", "longest"],
+    arg(help="How long the networks of the tables train: 2, 10, 60 or 200 epochs."),
 ]
 Seeds = Annotated[int, arg(help="How many seeds.")]
 Rows = Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")]

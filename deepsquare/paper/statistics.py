@@ -50,7 +50,7 @@ class Interval:
         return f"{self.mean:{sign}.{digits}f} ± {self.half:.{digits}f}".replace("-", "−")
 
 
-def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> Interval | None:
+def interval(values: Sequence[float] | npt.NDArray[np.float64], confidence: float = CONFIDENCE) -> Interval | None:
     """Mean ± t·s/√n with n − 1 degrees of freedom; None without values."""
     from scipy import stats  # of the extra paper
 
@@ -60,13 +60,13 @@ def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> Interval | No
     mean = float(np.mean(values))
     if n == 1:
         return Interval(mean, math.inf, 1)
-    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+    t = float(stats.t.ppf((1 + confidence) / 2, n - 1))
     return Interval(mean, t * float(np.std(values, ddof=1)) / math.sqrt(n), n)
 
 
-def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+def paired(values: Mapping[int, float], base: Mapping[int, float], confidence: float = CONFIDENCE) -> Interval | None:
     """The interval of the differences ``values − base`` over the seeds that both have."""
-    return interval([values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())])
+    return interval([values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())], confidence)
 
 
 class Median(NamedTuple):

@@ -50,6 +50,7 @@ class History:
     ema: list[float] = field(default_factory=list)  # accuracy of the EMA of the weights; empty without one
     correct: str = ""  # one bit per image of the last evaluation: whether it was classified correctly (pack_bits)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process: unlike seconds, the same on a busy machine
 
     @property
     def epochs(self) -> int:
@@ -66,7 +67,8 @@ class History:
             "test_loss": self.loss,
             "test_accuracy": self.accuracy,
         }
-        return {**final, "diverged": diverged, **{name: round_for_json(curve, 5) for name, curve in curves.items()}}
+        final |= {"diverged": diverged, "cpu_seconds": round(self.cpu_seconds, 1)}
+        return {**final, **{name: round_for_json(curve, 5) for name, curve in curves.items()}}
 
 
 @dataclass
@@ -114,11 +116,14 @@ class _Run:
         if path is not None and path.exists():
             self._restore(path)
         self.counted_until = self.saved_at = time.perf_counter()
+        self.cpu_counted_until = time.process_time()
 
     def save(self) -> None:
         """Update the elapsed time, and write a checkpoint if there is a path; called by every process."""
         now = time.perf_counter()
         self.history.seconds, self.counted_until = self.history.seconds + now - self.counted_until, now
+        now = time.process_time()
+        self.history.cpu_seconds, self.cpu_counted_until = self.history.cpu_seconds + now - self.cpu_counted_until, now
         if self.path is None:
             return
         progress = {

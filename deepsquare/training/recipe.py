@@ -6,6 +6,8 @@ NOTE not in paper: which networks count as "the CNNs with DeepSquare" for dropou
 are trained without.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import tomllib
@@ -39,6 +41,15 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise TypeError(f"{name} is {value!r}; expected {formatannotation(hints[name])}") from error
     return converted
+
+
+def convert_recipe_fields(kind: type[Recipe], values: Mapping[str, Any]) -> dict[str, Any]:
+    """As convert_fields; ValueError for a field that recipes of this kind do not have."""
+    known = {field.name for field in fields(kind)}
+    if unknown := values.keys() - known:
+        names = ", ".join(sorted(known))
+        raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {names}")
+    return convert_fields(kind, values)
 
 
 class Validated:
@@ -237,11 +248,7 @@ def describe_run(recipe: Recipe, config: TrainerConfig = DEFAULT_CONFIG) -> dict
 
 def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageNetRecipe, list[str]]:
     """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
-    known = {field.name for field in fields(recipe)}
-    if unknown := changes.keys() - known:
-        names = ", ".join(sorted(known))
-        raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}; its fields are {names}")
-    changes, notes = convert_fields(type(recipe), changes), []
+    changes, notes = convert_recipe_fields(type(recipe), changes), []
     batch_size, epochs = (changes.get(name, getattr(recipe, name)) for name in ("batch_size", "epochs"))
     if batch_size != recipe.batch_size and batch_size >= 1 and "lr" not in changes:
         changes["lr"] = recipe.lr * batch_size / recipe.batch_size

@@ -1,8 +1,8 @@
 """A model in training: its optimizer, autocast, EMA and DDP wrapper, with all of their state; and its evaluation."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Trainer:
     """A model with everything that its training steps need.
 
     The model is trained in place; with ``sync_bn``, ``trainer.model`` is a converted one. ``preprocessing`` normalizes
-    batches of uint8 images on the device; without it, batches are used as they are.
+    batches of uint8 images on the device; without it, batches are used as they are, contiguous if not channels_last.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class Trainer:
 
     def _prepare(self, images: Tensor) -> Tensor:
         if self.preprocessing is None:
-            return images.to(self.distributed.device, non_blocking=True)
+            images = images.to(self.distributed.device, non_blocking=True)
+            return images if self.config.channels_last else images.contiguous()
         return to_input(images, self.preprocessing, self.distributed.device, self.config.channels_last)
 
 
@@ -203,6 +204,17 @@ def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if tensor.shape != state[name].shape:
             raise ValueError(f"{name} is {tuple(state[name].shape)} in one and {tuple(tensor.shape)} in the other")
         tensor.copy_(state[name])
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the random state of the CPU at the end of the block."""
+    device = torch.device("cpu")
+    state = _random_state(device)
+    try:
+        yield
+    finally:
+        _set_random_state(state, device)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

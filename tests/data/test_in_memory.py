@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
+from deepsquare.data.in_memory import CIFAR10_PREPROCESSING, InMemoryBatches, LabeledImages, eval_batches
 from deepsquare.preprocessing import CIFAR10_MEAN, CIFAR10_STD
 
 
@@ -94,3 +94,9 @@ def test_bad_input() -> None:
         InMemoryBatches(data, 2, pad=8)
     with pytest.raises(ValueError, match="held_out is 4; expected between 1 and 3"):
         data.split(4)
+
+
+def test_rows_of_pixels_are_normalized_to_the_same_bits() -> None:
+    pixels = torch.randint(0, 256, (2, 5, 7, 4), dtype=torch.uint8)[..., :3]  # as gathered: with padding
+    expected = CIFAR10_PREPROCESSING.normalize(pixels.permute(0, 3, 1, 2))
+    assert torch.equal(CIFAR10_PREPROCESSING.normalize(pixels, channel_dim=-1).permute(0, 3, 1, 2), expected)

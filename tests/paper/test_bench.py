@@ -2,23 +2,31 @@
 
 import os
 import signal
+import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from helpers.few_images import no_data, time_with_few_images
 from helpers.images import make_class_folders
+from helpers.processes import run_module, warm_context
 from rich.console import Console
 from rich.table import Table
 
 from deepsquare.cost import cost_of
-from deepsquare.data import open_source, write_shards
+from deepsquare.data import cifar10, open_source, write_shards
 from deepsquare.export.runtimes import RUNTIMES
-from deepsquare.paper.bench import _common, data, models, ops, train
+from deepsquare.paper.bench import _common, data, models, ops, steps, train
 from deepsquare.paper.bench import deployment as deploy
 from deepsquare.paper.report.bench import backbones
 from deepsquare.results import Row, Store
+from deepsquare.training.step_config import StepChoice, StepConfig
 
 
 def bench_rows(folder: Path) -> list[Row]:
@@ -51,10 +59,16 @@ def test_ratios_are_medians_over_the_rounds() -> None:
     assert cells(data.table(seconds, seconds))["fast"][-1] == "2.00 [2.00, 2.00]"
 
 
-@pytest.mark.filterwarnings("ignore:random images stand in")
 @pytest.mark.slow
-def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train.run(rounds=2, steps=2, data=None, results=tmp_path)
+def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # compiling takes minutes
+    monkeypatch.setattr(steps, "NETWORKS", {"vanilla_cnn": steps.NETWORKS["vanilla_cnn"]})
+    monkeypatch.setattr(cifar10, "load_cifar10", no_data)
+    monkeypatch.setattr(train, "_time", time_with_few_images)
+    monkeypatch.setattr(train, "_gemm_gflops", partial(train._gemm_gflops, size=256))
+    monkeypatch.setattr("multiprocessing.get_context", {"spawn": warm_context()}.__getitem__)
+    with pytest.warns(UserWarning, match="random images stand in for CIFAR-10, .*: no network"):
+        train.run(rounds=2, steps=2, data=None, results=tmp_path)
     assert "times as fast as torchvision" in capsys.readouterr().out.replace("\n", " ")
     (row,) = bench_rows(tmp_path)
     seconds = row.metrics["seconds"]
@@ -63,6 +77,21 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gflop = row.metrics["gflop_per_epoch"]  # 3 × 2 × 2.6 MMAC × 49,920 images, less the gradient for the images
     assert gflop == pytest.approx(747, rel=0.02)
     assert set(row.recipe) == {"rounds", "steps", "batch_size", "threads", "data"}
+    assert row.recipe["data"] == "random images"
+    network = row.metrics["steps"]["vanilla_cnn"]
+    assert set(network["seconds_per_step"]) == {steps.CONTIGUOUS, steps.BEFORE, steps.CHOSEN}
+    assert network["choice"]["images_per_second"][steps.BEFORE] > 0
+
+
+def test_the_ratio_of_steps() -> None:
+    seconds = {steps.CONTIGUOUS: [0.4, 0.3, 0.3], steps.BEFORE: [0.3, 0.2, 0.2], steps.CHOSEN: [0.1, 0.1, 0.2]}
+    choice = StepChoice(StepConfig(compile=True, matmul_convs=("a", "b"))).metrics()
+    network = {"seconds_per_step": seconds, "batch_size": 20, "choice": choice}
+    (row,) = cells(steps.table({"tiny": network})).values()
+    assert row[0] == "200"
+    assert row[1].startswith("2.00 [")
+    assert row[2].startswith("3.00 [")
+    assert row[3] == "compiled, channels_last, 2 convolutions as matrix products"
 
 
 def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +112,16 @@ def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
     monkeypatch.setattr(deploy, "RUNTIMES", {"onnx": RUNTIMES["onnx"]})
     monkeypatch.setattr(deploy, "PRECISIONS", ("int8",))
-    deploy.run(["timm/test_resnet"], ["se"], rounds=3, results=tmp_path)
+    monkeypatch.setattr(deploy, "NUM_IMAGES", 4)
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """The memory of the equipped network in a Python of its own, the others from one that has imported torch."""
+        start = subprocess.run if Path(command[-1]).stem == "se" else run_module
+        return start(command, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deploy, "subprocess", SimpleNamespace(run=run))
+        deploy.run(["timm/test_resnet"], ["se"], rounds=3, results=tmp_path)
     (row,) = bench_rows(tmp_path)
     assert row.row == "deploy/timm/test_resnet/onnx/int8"
     metrics = row.metrics

@@ -19,6 +19,7 @@ from helpers.toy_grid import RUNS, Toy
 from deepsquare.models import create_model
 from deepsquare.paper.cifar10 import experiment as cifar10
 from deepsquare.paper.experiments import EXPERIMENTS
+from deepsquare.paper.grid import runner
 from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, checkpoint_of, run_grid
 from deepsquare.paper.options import OutputFolders
@@ -26,6 +27,7 @@ from deepsquare.paper.tables import TABLE_2, TABLE_3
 from deepsquare.results import Row, Store
 from deepsquare.surgery import equip_record
 from deepsquare.training import Recipe
+from deepsquare.training.step_config import StepChoice, StepConfig
 
 PAUSE = 0.3  # seconds after every epoch, so that there is time to stop it
 
@@ -41,13 +43,18 @@ def expected() -> dict[str, Any]:
     torch.set_num_threads(1)
     rows = [InMemoryTraining(Toy())(run, None, silent) for run in RUNS]
     torch.set_num_threads(threads)
-    return {row.key: row.metrics for row in rows}
+    return {row.key: outcome(row) for row in rows}
+
+
+def outcome(row: Row) -> dict[str, Any]:
+    """The metrics without those that measure time."""
+    return {name: value for name, value in row.metrics.items() if name not in ("cpu_seconds", "step")}
 
 
 def stored(store: Path) -> dict[str, Any]:
     rows = Store(store).rows()
     assert len({row.key for row in rows}) == len(rows)
-    return {row.key: row.metrics for row in rows}
+    return {row.key: outcome(row) for row in rows}
 
 
 def until(condition: Callable[[], object], seconds: float = 60) -> None:
@@ -143,6 +150,46 @@ def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
         run_grid(RUNS[:2], InMemoryTraining(Toy()), store, Workers(processes=1))
     assert [row.row for row in store.rows()] == [RUNS[1].row]
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what torch.compile imports
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_compiled_step_and_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is that of a run without a choice."""
+    choice, run = StepChoice(StepConfig(compile=True, matmul_convs=("layer3.conv",)), {"eager": 1.0}), RUNS[0]
+    monkeypatch.setattr(runner, "choose_step", lambda *_: choice)
+    uninterrupted = InMemoryTraining(Toy())(run, None, silent)
+    checkpoint = tmp_path / "run.pt"
+
+    def stop(key: str, metrics: Any) -> None:
+        if metrics["epochs"] == 3:
+            raise StopError
+
+    with pytest.raises(StopError):
+        InMemoryTraining(Toy())(run, checkpoint, stop)
+    monkeypatch.setattr(runner, "choose_step", lambda *_: pytest.fail("the stored choice is reused"))
+    resumed = InMemoryTraining(Toy())(run, checkpoint, silent)
+    assert outcome(resumed) == outcome(uninterrupted)
+    assert resumed.key == uninterrupted.key == run.key
+    assert resumed.metrics["step"] == uninterrupted.metrics["step"] == choice.metrics()
+    assert resumed.metrics["step"]["compile"]
+    assert resumed.metrics["cpu_seconds"] > 0
+
+
+def test_the_choice_is_removed_with_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(RUNS[0], tmp_path / "rows.jsonl")
+    checkpoint.parent.mkdir()
+    for suffix in (".pt", ".json", ".lock"):
+        checkpoint.with_suffix(suffix).touch()
+        checkpoint.with_name(f".{checkpoint.with_suffix(suffix).name}.{'0' * 32}").touch()
+    runner.remove_checkpoint(RUNS[0], tmp_path / "rows.jsonl")
+    assert list(checkpoint.parent.iterdir()) == []
 
 
 def test_a_diverged_run_is_a_row() -> None:

@@ -130,6 +130,18 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path: Path, epochs: int, d
     assert history.accuracy == expected.accuracy
 
 
+def test_cpu_time_adds_up_and_an_old_checkpoint_has_none(tmp_path: Path) -> None:
+    data, path = Points(), tmp_path / "run.pt"
+    first = fit(network(), data, RECIPE, data.evaluation, checkpoint=path)
+    assert first.cpu_seconds > 0
+    assert first.metrics()["cpu_seconds"] == round(first.cpu_seconds, 1)
+    assert fit(network(), data, RECIPE, data.evaluation, checkpoint=path).cpu_seconds == first.cpu_seconds
+    state = torch.load(path, weights_only=True)
+    del state["progress"]["history"]["cpu_seconds"]
+    torch.save(state, path)
+    assert fit(network(), data, RECIPE, data.evaluation, checkpoint=path).cpu_seconds == 0
+
+
 def test_a_checkpoint_of_another_run_or_none_is_refused(tmp_path: Path) -> None:
     data, path = Points(), tmp_path / "run.pt"
     fit(network(), data, RECIPE, data.evaluation, checkpoint=path, identity="a")

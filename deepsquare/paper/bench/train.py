@@ -1,7 +1,7 @@
 """Training on CIFAR-10: our loop against bare steps on one batch, and against the standard loop.
 
 The standard loop is torchvision's CIFAR10 dataset and transforms with a DataLoader of two workers. Each candidate has a
-process of its own and is idle while another is measured.
+process of its own and is idle while another is measured. Then the step that a grid chooses, against the one before.
 """
 
 import multiprocessing
@@ -28,6 +28,7 @@ from deepsquare.data import cifar10
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages
 from deepsquare.models import create_model
 from deepsquare.paper.bench import _common
+from deepsquare.paper.bench import steps as training_steps
 from deepsquare.paper.cifar10.experiment import SCHEDULES
 from deepsquare.paper.options import Cifar10Folder
 from deepsquare.paper.statistics import median, median_ratio
@@ -37,6 +38,7 @@ from deepsquare.training.loop import EpochMetrics, step, tune_malloc
 from deepsquare.training.trainer import Trainer
 
 IMAGES_PER_EPOCH = 50_000
+STEPS_PER_ROUND = 10  # of the comparison of steps
 Batches = Iterator[tuple[Tensor, Tensor]]
 Workload = Callable[[int], None]  # runs this many steps
 
@@ -143,9 +145,11 @@ def run(
     seconds = {name: [value * epoch_steps / steps for value in values] for name, values in times.items()}
     first_layer = 2 * 27 * 32 * 16 * 16  # computes no gradient for the images
     gflop = (3 * 2 * cost(create_model("vanilla_cnn")).macs - first_layer) * epoch_steps * recipe.batch_size / 1e9
-    metrics = {"seconds": seconds, "gflop_per_epoch": gflop, "gemm_gflops": _gemm_gflops()}
+    metrics: dict[str, Any] = {"seconds": seconds, "gflop_per_epoch": gflop, "gemm_gflops": _gemm_gflops()}
+    metrics["steps"] = training_steps.measure(recipe, rounds, min(steps, STEPS_PER_ROUND))
     threads = torch.get_num_threads()
     rich.print(table(metrics, threads))
+    rich.print(training_steps.table(metrics["steps"]))
     described = {
         "rounds": rounds, "steps": steps, "batch_size": recipe.batch_size, "threads": threads,
         "data": "random images" if reason else "CIFAR-10",

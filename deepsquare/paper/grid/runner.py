@@ -7,8 +7,8 @@ to the same result. A lock per run keeps two grids that share a store from train
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,26 @@ import torch
 from torch import nn
 
 from deepsquare._files import ensure_writable, lock, remove_stale_temps
+from deepsquare._threads import use_threads
 from deepsquare.models import create_model
 from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.results import Row, Store, run_key
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
 from deepsquare.training.recipe import describe_run
+from deepsquare.training.step_config import choose_step, make_trainer, resume_or_choose, without_failing_compiler
 
 DataSource = Callable[["TrainingRun"], tuple[Batches, Evaluation]]
 TrainFunction = Callable[["TrainingRun", Path, OnProgress], Row]  # resumes from the checkpoint at the path
+RUNS = ".runs"  # the folder of the checkpoints, beside a store
 
 
 @dataclass(frozen=True)
 class TrainingRun:
     """One training run: a row of an experiment with one seed and a named schedule.
 
-    ``init_from`` is the row whose trained model (same seed) gives the initial weights, if any.
+    ``init_from`` is the row whose trained model (same seed) gives the initial weights, if any; ``kwargs`` are those of
+    the model's builder.
     """
 
     experiment: str
@@ -42,10 +46,12 @@ class TrainingRun:
     schedule: str
     recipe: Recipe
     init_from: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def to_recipe(self) -> dict[str, Any]:
         recipe = {"model": self.model, "spec": self.spec, "schedule": self.schedule, **describe_run(self.recipe)}
-        return recipe if self.init_from is None else {**recipe, "init_from": self.init_from}
+        optional = {"init_from": self.init_from, "kwargs": dict(self.kwargs)}
+        return recipe | {name: value for name, value in optional.items() if value}
 
     @property
     def key(self) -> str:
@@ -83,28 +89,44 @@ class Task:
 
 def checkpoint_of(run: TrainingRun, store: Path) -> Path:
     """The checkpoint of a run's last epoch, in a hidden folder beside the store."""
-    return store.parent / ".runs" / f"{hashlib.sha256(run.key.encode()).hexdigest()[:24]}.pt"
+    return store.parent / RUNS / f"{hashlib.sha256(run.key.encode()).hexdigest()[:24]}.pt"
 
 
 def remove_checkpoint(run: TrainingRun, store: Path) -> None:
-    """Remove the checkpoint and the lock of a run whose row is stored."""
+    """Remove the checkpoint, the choice of a step and the lock of a run whose row is stored."""
     checkpoint = checkpoint_of(run, store)
-    remove_stale_temps(checkpoint)
-    for suffix in (".pt", ".lock"):
-        checkpoint.with_suffix(suffix).unlink(missing_ok=True)
+    for suffix in (".pt", ".json", ".lock"):
+        path = checkpoint.with_suffix(suffix)
+        remove_stale_temps(path)
+        path.unlink(missing_ok=True)
+
+
+def build_model(run: TrainingRun) -> nn.Module:
+    """The run's model, equipped."""
+    return create_model(run.model, run.spec)
 
 
 @dataclass(frozen=True)
 class InMemoryTraining:
-    """Trains on batches in memory. The seed determines the initial weights, batches, crops and flips."""
+    """Trains on batches in memory. The seed determines the initial weights, batches, crops and flips.
+
+    How steps are computed is chosen for the network and the machine, kept beside the checkpoint, and stored in the row.
+    """
 
     data: DataSource
+    build: Callable[[TrainingRun], nn.Module] = build_model
 
     def __call__(self, run: TrainingRun, checkpoint: Path | None, on_progress: OnProgress) -> Row:
         batches, evaluation = self.data(run)
         torch.manual_seed(run.seed)
-        model = create_model(run.model, run.spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return train_to_row(run, model, batches, evaluation, checkpoint, on_progress)
+        model = self.build(run)
+        path, resumed = (None, False) if checkpoint is None else (checkpoint.with_suffix(".json"), checkpoint.exists())
+        choice = resume_or_choose(path, resumed, lambda: choose_step(model, run.recipe, batches))
+        with use_threads(choice.step.threads):
+            if resumed:
+                choice = without_failing_compiler(choice, model, run.recipe, batches)
+            trainer = make_trainer(model, run.recipe, choice.step)
+            return train_to_row(run, trainer, batches, evaluation, checkpoint, on_progress, step=choice.metrics())
 
 
 def train_to_row(
@@ -114,8 +136,9 @@ def train_to_row(
     evaluation: Evaluation,
     checkpoint: Path | None,
     on_progress: OnProgress,
+    **more_metrics: Any,
 ) -> Row:
-    """Train a run and return its row; divergence is a result too."""
+    """Train a run and return its row, with further metrics if given; divergence is a result too."""
     diverged = None
 
     def on_epoch(history: History) -> None:
@@ -126,39 +149,46 @@ def train_to_row(
         history = fit(trainer, batches, run.recipe, evaluation, **options)
     except DivergedError as error:
         history, diverged = error.history, str(error)
-    metrics = history.metrics(diverged)
+    metrics = {**history.metrics(diverged), **more_metrics}
     return Row(run.experiment, run.row, run.seed, run.to_recipe(), metrics, round(history.seconds, 1))
 
 
 def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, workers: Workers = LOCAL) -> None:
     """Train every run without a row in the store, and append the rows as the runs finish."""
-    present = {row.key for row in store.rows()}
-    waiting = [run for run in runs if run.key not in present]
-    for run in set(runs) - set(waiting):  # a grid that was killed may have left its checkpoint
-        remove_checkpoint(run, store.path)
-    progress = Progress(total=len(runs), done=len(runs) - len(waiting))
+    run_tasks([Task(run, train, store.path) for run in runs], workers)
+
+
+def run_tasks(planned: Sequence[Task], workers: Workers = LOCAL) -> None:
+    """Train every run without a row in its store, in this order, and append the rows as the runs finish."""
+    present = {path: {row.key for row in Store(path).rows()} for path in dict.fromkeys(task.store for task in planned)}
+    waiting = [task for task in planned if task.run.key not in present[task.store]]
+    for task in planned:
+        if task.run.key in present[task.store]:  # a grid that was killed may have left its checkpoint
+            remove_checkpoint(task.run, task.store)
+    progress = Progress(total=len(planned), done=len(planned) - len(waiting))
     if not waiting:
-        progress.log(f"all {len(runs)} runs are in {store.path}")
+        progress.log(f"all {len(planned)} runs are in {', '.join(map(str, present))}")
         return
-    ensure_writable(store.path.parent)
-    checkpoint_of(waiting[0], store.path).parent.mkdir(exist_ok=True)
-    tasks = {run.key: Task(run, train, store.path) for run in waiting}
+    for store in present:
+        ensure_writable(store.parent)
+        (store.parent / RUNS).mkdir(exist_ok=True)
+    tasks = {task.run.key: task for task in waiting}
     backend = workers.start(len(waiting))
     failures: list[str] = []
     try:
-        with progress.live(waiting, backend.workers):
+        with progress.live([task.run for task in waiting], backend.workers):
             for key, row, error in backend.results(tasks, progress.update):
                 run = tasks[key].run
                 if error is not None:
                     failures.append(f"{run.name}: {error}")
                 elif row is not None:
-                    store.append(row)  # if the worker shares no file system with this process
+                    Store(tasks[key].store).append(row)  # if the worker shares no file system with this process
                 progress.complete(run, row, error)
     except KeyboardInterrupt:
-        left = len(runs) - progress.done
-        progress.log(f"stopped with {left} of {len(runs)} runs left; the same command resumes from the last epochs")
+        left = len(planned) - progress.done
+        progress.log(f"stopped with {left} of {len(planned)} runs left; the same command resumes from the last epochs")
         raise
     finally:
         backend.stop()
     if failures:
-        raise OSError(f"{len(failures)} of {len(runs)} runs failed:\n" + "\n".join(failures))
+        raise OSError(f"{len(failures)} of {len(planned)} runs failed:\n" + "\n".join(failures))

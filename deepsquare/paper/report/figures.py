@@ -9,7 +9,6 @@ from deepsquare.paper.spirals.draw import NAMES
 from deepsquare.paper.spirals.measures import BETTER
 from deepsquare.paper.statistics import Interval
 from deepsquare.paper.verdict import judge_sign
-from deepsquare.results import Row, Store
 
 LABELS = {
     "test_loss": "test loss",
@@ -20,7 +19,6 @@ LABELS = {
     **NAMES,
 }
 PERFORMANCE = ("test_loss", "train_loss", "test_accuracy")  # Figures 4 and 6; the other metrics are those of 3 and 5
-
 
 # The title, the task whose rows the figure shows, and whether it shows their smoothness, or else loss and accuracy.
 FIGURES = {
@@ -36,16 +34,6 @@ def figure_data_uri(name: str, folders: Sequence[Path]) -> str | None:
     """A PNG as a data URI, from the first folder that has it."""
     path = next((Path(folder) / name for folder in folders if (Path(folder) / name).is_file()), None)
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path else None
-
-
-def fig2_rows(folders: Sequence[Path]) -> list[Row]:
-    """The rows of Figure 2 in the first folder that has some."""
-    return next((rows for folder in folders if (rows := Store(Path(folder) / "fig2.jsonl").rows())), [])
-
-
-def spiral_metrics(rows: Sequence[Row]) -> dict[str, Mapping[str, Any]]:
-    """The metrics of the spirals by the label of the row; the first row with a label counts."""
-    return {row.row: row.metrics for row in reversed(rows) if row.experiment == "spirals"}
 
 
 def spiral_results(metrics: Mapping[str, Mapping[str, Any]], task: str, smoothness: bool) -> dict[str, Any] | None:

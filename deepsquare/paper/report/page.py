@@ -16,9 +16,10 @@ from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
 from deepsquare.paper.report import bench, charts, figures
 from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
+from deepsquare.paper.report.study import study_families
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
-from deepsquare.results import Row
+from deepsquare.results import Row, Store
 
 PAPER_LAYERS = (  # Table 1: the type of each layer and its output
     ("Conv3×3s2", "16×16×32"),
@@ -64,7 +65,8 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = bench.op_times(rows)
     latencies = bench.latencies(rows)
-    fig2, spirals = figures.fig2_rows(results), figures.spiral_metrics(rows)
+    fig2 = next((found for folder in results if (found := Store(Path(folder) / "fig2.jsonl").rows())), [])
+    spirals = {row.row: row.metrics for row in reversed(rows) if row.experiment == "spirals"}  # the first of a label
     return {
         "rule": verdict,
         "claims": claims,
@@ -89,6 +91,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
         "continued": table_findings(CONTINUED, rows),
+        "study": study_families(rows),
         "backbones": by_backbone,
         "accuracy_against_time": charts.accuracy_against_time(by_backbone.get("resnet50")),
         "baselines": (baselines, _costs(baselines)),

@@ -1,0 +1,83 @@
+"""The rows of the study on Tiny ImageNet: means as they come in, and intervals only at the looks of the plan."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from deepsquare.paper.statistics import Interval, paired
+from deepsquare.paper.study.plan import Family, TinyImageNetRecipe, read_plan
+from deepsquare.results import Row
+
+
+def study_families(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The families on Tiny ImageNet of which rows came in, each with its rows."""
+    families = [family for family in read_plan().family if family.experiment == "tiny_imagenet"]
+    by_key = {row.key: row for row in rows if row.experiment == "tiny_imagenet"}
+    bases: dict[tuple[str, str], Mapping[int, float]] = {}  # accuracies of the plain network by model and schedule
+    shown = []
+    for family in families:
+        accuracies = _accuracies(family, by_key)
+        if not any(accuracies.values()):
+            continue
+        assert isinstance(family.rows, dict)
+        for label, spec in family.rows.items():
+            if not spec:
+                bases[family.model, family.schedule] = accuracies[label]
+        base = bases.get((family.model, family.schedule), {})
+        entries = [_entry(family, label, spec, accuracies[label], base, by_key) for label, spec in family.rows.items()]
+        shown.append({"family": family, "conditions": _conditions(family), "entries": entries})
+    return shown
+
+
+def _conditions(family: Family) -> str:
+    recipe = family.runs()[0].recipe
+    assert isinstance(recipe, TinyImageNetRecipe)
+    images = f"{recipe.held_out:,} held-out training images" if recipe.held_out else "the 10,000 validation images"
+    return f"{recipe.size} pixels, {recipe.epochs} epochs, learning rate {recipe.lr:g}, evaluated on {images}"
+
+
+def _accuracies(family: Family, rows: Mapping[str, Row]) -> dict[str, dict[int, float]]:
+    """Top-1 in per cent by label and seed; a diverged run counts as chance."""
+    accuracies: dict[str, dict[int, float]] = {label: {} for label in family.rows}
+    for run in family.runs():
+        if (row := rows.get(run.key)) is not None:
+            diverged = row.metrics["diverged"] or row.metrics["accuracy"] is None
+            accuracies[run.row][run.seed] = 100 / 200 if diverged else 100 * row.metrics["accuracy"]
+    return accuracies
+
+
+def _entry(
+    family: Family,
+    label: str,
+    spec: str,
+    accuracies: Mapping[int, float],
+    base: Mapping[int, float],
+    rows: Mapping[str, Row],
+) -> dict[str, Any]:
+    done = [rows[run.key] for run in family.runs() if run.row == label and run.key in rows]
+    top5 = [100 * row.metrics.get("top5", 0) for row in done]
+    return {
+        "label": label,
+        "n": len(accuracies),
+        "top1": fmean(accuracies.values()) if accuracies else None,
+        "top5": fmean(top5) if top5 else None,
+        "so_far": paired(accuracies, base) if spec else None,
+        "judged": at_look(family, accuracies, base) if spec else None,
+        "next_look": next((look for look in family.looks if look > _paired_seeds(accuracies, base)), None),
+        "is_base": not spec,
+    }
+
+
+def _paired_seeds(accuracies: Mapping[int, float], base: Mapping[int, float]) -> int:
+    """How many of the first seeds both have: 3 for the seeds 0, 1, 2 and 4."""
+    return next(n for n in range(len(accuracies) + 1) if n not in accuracies or n not in base)
+
+
+def at_look(family: Family, accuracies: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+    """The paired difference at the last look that was reached, on its seeds, with the confidence that it spends."""
+    reached = [look for look in family.looks if look <= _paired_seeds(accuracies, base)]
+    if not reached:
+        return None
+    alpha = family.alpha[len(reached) - 1]
+    chosen, plain = ({seed: values[seed] for seed in range(reached[-1])} for values in (accuracies, base))
+    return paired(chosen, plain, confidence=1 - alpha)
