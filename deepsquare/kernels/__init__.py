@@ -1,10 +1,10 @@
 """Fused kernels for the functions of :mod:`deepsquare.functional`: one pass over a map instead of several.
 
-:mod:`~deepsquare.kernels.operations` has one object per operation, with its forward and backward, and decides which
+:mod:`~deepsquare.kernels.dispatch` has one object per operation, with its forward and backward, and decides which
 backend runs it; :mod:`~deepsquare.kernels.cpu` and :mod:`~deepsquare.kernels.gpu` implement them.
 """
 
-from deepsquare.kernels.operations import (
+from deepsquare.kernels.dispatch import (
     MeanSquare,
     ReLUSquare,
     SquareExcitation,

@@ -214,19 +214,19 @@ static inline excited excitation(float g, float alpha) {
 
 #define T float
 #define NAME(name) name##_float
-#include "cpu_kernels.h"
+#include "cpu_loops.h"
 #undef T
 #undef NAME
 
 #define T bfloat
 #define NAME(name) name##_bfloat
-#include "cpu_kernels.h"
+#include "cpu_loops.h"
 #undef T
 #undef NAME
 
 #define T half
 #define NAME(name) name##_half
-#include "cpu_kernels.h"
+#include "cpu_loops.h"
 
 int deepsquare_supported(void) {
 #if defined(__x86_64__)

@@ -17,7 +17,7 @@ import torch
 from deepsquare import checkpoint
 from deepsquare._compat import RECIPE_KEYS, rename_keys
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.data.splits import check_same_classes, open_source
+from deepsquare.data.folders import check_same_classes, open_source
 from deepsquare.models import create_model
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deepsquare.data.splits import open_source
+from deepsquare.data.folders import open_source
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.training import ImageNetRecipe, LoaderConfig, Trainer, TrainerConfig, fit, init_distributed
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deepsquare import functional as DF
 from deepsquare import kernels
-from deepsquare.kernels import MeanSquare, ReLUSquare, SquareExcitation, SquareExcitationAddReLU, cpu, operations
+from deepsquare.kernels import MeanSquare, ReLUSquare, SquareExcitation, SquareExcitationAddReLU, cpu, dispatch
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -89,7 +89,7 @@ def test_a_gpu_tensor_selects_the_gpu_backend(monkeypatch: pytest.MonkeyPatch) -
     from deepsquare.kernels import gpu
 
     x: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, is_cpu=False)
-    monkeypatch.setattr(operations, "_is_plain_tensor", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "_is_plain_tensor", lambda tensor: True)
     for supported, expected in ((True, gpu), (False, None)):
         monkeypatch.setattr(gpu, "supports", lambda tensor, supported=supported: supported)
         assert kernels.backend_for(x) is expected
@@ -127,8 +127,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     from deepsquare.kernels import gpu
 
     monkeypatch.setattr("triton.runtime.interpreter._convert_float", converted)
-    select = operations.backend_for  # says cpu where a kernel applies
-    monkeypatch.setattr(operations, "backend_for", lambda *inputs: gpu if select(*inputs) else None)
+    select = dispatch.backend_for  # says cpu where a kernel applies
+    monkeypatch.setattr(dispatch, "backend_for", lambda *inputs: gpu if select(*inputs) else None)
     with np.errstate(all="ignore"):  # a GPU does not warn of 0/0 either
         yield gpu
 

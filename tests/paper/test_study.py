@@ -344,7 +344,7 @@ def test_the_report_gives_no_interval_before_the_first_look() -> None:
     rows += [study_row(POOLED, seed, 0.42 + 0.01 * seed) for seed in (0, 2)]  # two pairs; seed 1 is missing
     (shown,) = study_families(rows)
     plain, pooled = shown["entries"]
-    assert (plain["n"], plain["top1"], plain["top5"]) == (3, pytest.approx(41), pytest.approx(82))
+    assert (plain["seeds"], plain["top1"], plain["top5"]) == ("3 of 5", pytest.approx(41), pytest.approx(82))
     assert pooled["so_far"].mean == pytest.approx(2)
     assert (pooled["judged"], pooled["next_look"]) == (None, 3)
     assert study_families([]) == []

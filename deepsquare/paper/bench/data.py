@@ -19,8 +19,8 @@ from tyro.conf import Suppress
 
 from deepsquare._threads import cores
 from deepsquare.data import Source, TrainTransform, available, batches, open_source
+from deepsquare.data.folders import FolderSource
 from deepsquare.data.pil import jpeg_size
-from deepsquare.data.splits import FolderSource
 from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import median, median_ratio
 

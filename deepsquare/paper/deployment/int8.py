@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepsquare.checkpoint import load, read_header
-from deepsquare.data.splits import FolderSource, open_source
+from deepsquare.data.folders import FolderSource, open_source
 from deepsquare.export import export, load_exported
 from deepsquare.export.base import Runtime
 from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files

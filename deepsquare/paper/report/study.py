@@ -14,7 +14,7 @@ def study_families(rows: Sequence[Row]) -> list[dict[str, Any]]:
     families = [family for family in read_plan().family if family.experiment == "tiny_imagenet"]
     by_key = {row.key: row for row in rows if row.experiment == "tiny_imagenet"}
     bases: dict[tuple[str, str], Mapping[int, float]] = {}  # accuracies of the plain network by model and schedule
-    shown = []
+    shown: list[dict[str, Any]] = []
     for family in families:
         accuracies = _accuracies(family, by_key)
         if not any(accuracies.values()):
@@ -25,15 +25,22 @@ def study_families(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 bases[family.model, family.schedule] = accuracies[label]
         base = bases.get((family.model, family.schedule), {})
         entries = [_entry(family, label, spec, accuracies[label], base, by_key) for label, spec in family.rows.items()]
-        shown.append({"family": family, "conditions": _conditions(family), "entries": entries})
+        judged = any(family.alpha)
+        title = family.name if judged else family.schedule
+        if shown and shown[-1]["title"] == title:  # variants of a recipe, which are never judged: one table
+            shown[-1]["entries"] += entries
+        else:
+            conditions = _conditions(family, with_lr=judged)
+            shown.append({"title": title, "conditions": conditions, "judged": judged, "entries": entries})
     return shown
 
 
-def _conditions(family: Family) -> str:
+def _conditions(family: Family, *, with_lr: bool) -> str:
     recipe = family.runs()[0].recipe
     assert isinstance(recipe, TinyImageNetRecipe)
     images = f"{recipe.held_out:,} held-out training images" if recipe.held_out else "the 10,000 validation images"
-    return f"{recipe.size} pixels, {recipe.epochs} epochs, learning rate {recipe.lr:g}, evaluated on {images}"
+    lr = f", learning rate {recipe.lr:g}" if with_lr else ""
+    return f"{recipe.size} pixels, {recipe.epochs} epochs{lr}, evaluated on {images}"
 
 
 def _accuracies(family: Family, rows: Mapping[str, Row]) -> dict[str, dict[int, float]]:
@@ -58,7 +65,7 @@ def _entry(
     top5 = [100 * row.metrics.get("top5", 0) for row in done]
     return {
         "label": label,
-        "n": len(accuracies),
+        "seeds": f"{len(accuracies)} of {family.seeds}",
         "top1": fmean(accuracies.values()) if accuracies else None,
         "top5": fmean(top5) if top5 else None,
         "so_far": paired(accuracies, base) if spec else None,
