@@ -79,19 +79,21 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert set(row.recipe) == {"rounds", "steps", "batch_size", "threads", "data"}
     assert row.recipe["data"] == "random images"
     network = row.metrics["steps"]["vanilla_cnn"]
-    assert set(network["seconds_per_step"]) == {steps.CONTIGUOUS, steps.BEFORE, steps.CHOSEN}
+    assert set(network["seconds_per_step"]) == {steps.CONTIGUOUS, steps.BEFORE, steps.CHOSEN, steps.ALL_THREADS}
     assert network["choice"]["images_per_second"][steps.BEFORE] > 0
 
 
 def test_the_ratio_of_steps() -> None:
     seconds = {steps.CONTIGUOUS: [0.4, 0.3, 0.3], steps.BEFORE: [0.3, 0.2, 0.2], steps.CHOSEN: [0.1, 0.1, 0.2]}
+    seconds[steps.ALL_THREADS] = [0.2, 0.16, 0.1]
     choice = StepChoice(StepConfig(compile=True, matmul_convs=("a", "b"))).metrics()
-    network = {"seconds_per_step": seconds, "batch_size": 20, "choice": choice}
+    network = {"seconds_per_step": seconds, "batch_size": 20, "threads": 2, "choice": choice}
     (row,) = cells(steps.table({"tiny": network})).values()
     assert row[0] == "200"
     assert row[1].startswith("2.00 [")
     assert row[2].startswith("3.00 [")
-    assert row[3] == "compiled, channels_last, 2 convolutions as matrix products"
+    assert row[3].startswith("2: 1.50 [")
+    assert row[4] == "compiled, channels_last, 2 convolutions as matrix products"
 
 
 def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

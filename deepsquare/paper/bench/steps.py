@@ -1,4 +1,8 @@
-"""The step that a grid chooses for a network against the eager steps in both memory formats, on one thread."""
+"""The step that a grid chooses for a network against the eager steps in both memory formats, on one thread.
+
+Eager steps on all threads show why a grid trains one run per core on one thread each: N threads would have to be more
+than N times as fast.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,7 +14,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from deepsquare._threads import one_thread
+from deepsquare._threads import cores, one_thread, use_threads
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages
 from deepsquare.models import create_model
 from deepsquare.paper.bench import _common
@@ -21,6 +25,7 @@ from deepsquare.training.loop import EpochMetrics, step, tune_malloc
 from deepsquare.training.step_config import StepConfig, choose_step, make_trainer
 
 CONTIGUOUS, BEFORE, CHOSEN = "eager, contiguous", "eager, channels_last", "chosen"
+ALL_THREADS = "eager, channels_last, all threads"
 
 
 def _shufflenet() -> nn.Module:
@@ -58,10 +63,16 @@ def _measure(
         trainer = make_trainer(build(), recipe, config)
         workloads[name] = partial(_run, trainer, chain.from_iterable(map(batches.epoch, count())), recipe.lr_at(0.1))
         workloads[name](3)  # warm-up
+    workloads[ALL_THREADS] = use_threads(cores())(workloads[BEFORE])
     calls = {name: partial(_common.time_call, partial(workload, steps)) for name, workload in workloads.items()}
     times = _common.interleave(calls, range(rounds))
     seconds = {name: round_for_json([value / steps for value in values], 6) for name, values in times.items()}
-    return {"seconds_per_step": seconds, "batch_size": recipe.batch_size, "choice": choice.metrics()}
+    return {
+        "seconds_per_step": seconds,
+        "batch_size": recipe.batch_size,
+        "threads": cores(),
+        "choice": choice.metrics(),
+    }
 
 
 def _run(trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]], lr: float, steps: int) -> None:
@@ -72,7 +83,8 @@ def _run(trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]], lr: float, 
 
 def table(measured: Mapping[str, Any]) -> Table:
     """The comparison, from the metrics of a row."""
-    headings = ("", "images/s", *(f"against {kind} [95%]" for kind in (BEFORE, CONTIGUOUS)), "the chosen step")
+    against = (f"against {kind} [95%]" for kind in (BEFORE, CONTIGUOUS))
+    headings = ("", "images/s", *against, "eager: threads", "the chosen step")
     comparison = _common.make_table(
         "Training steps on one thread: times as fast", "eager, channels_last: without a choice", headings
     )
@@ -84,5 +96,6 @@ def table(measured: Mapping[str, Any]) -> Table:
         )
         chosen = {key: value for key, value in network["choice"].items() if key in StepConfig.__dataclass_fields__}
         config = StepConfig(**{**chosen, "matmul_convs": tuple(chosen["matmul_convs"])})
-        comparison.add_row(name, speed, *ratios, config.name)
+        threads = _common.format_median(median_ratio(seconds[BEFORE], seconds[ALL_THREADS]), 2)
+        comparison.add_row(name, speed, *ratios, f"{network['threads']}: {threads}", config.name)
     return comparison
