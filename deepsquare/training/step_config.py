@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._files import atomic_write, remove_stale_temps
+from deepsquare.training.interleave import shuffle_blocks, use_interleave
 from deepsquare.training.loop import Batches, EpochMetrics, step, tune_malloc
 from deepsquare.training.matmul_conv import faster_as_matmul, use_matmul
 from deepsquare.training.recipe import Recipe, TrainerConfig
@@ -41,12 +42,14 @@ class StepConfig:
         compile: Use torch.compile.
         threads: Threads of an operation.
         matmul_convs: Convolutions that are computed as matrix products.
+        interleave: Channel shuffles of ShuffleNetV2 in one pass, in channels_last.
     """
 
     channels_last: bool = True
     compile: bool = False
     threads: int = 1
     matmul_convs: tuple[str, ...] = ()
+    interleave: bool = False
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -57,7 +60,13 @@ class StepConfig:
         parts = ["compiled" if self.compile else "eager", "channels_last" if self.channels_last else "contiguous"]
         if self.matmul_convs:
             parts.append(f"{len(self.matmul_convs)} convolutions as matrix products")
+        if self.interleave:
+            parts.append("shuffles in one pass")
         return ", ".join(parts)
+
+
+class _Speeds(msgspec.Struct):
+    images_per_second: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,28 @@ class StepChoice:
         chosen = {**asdict(self.step), "matmul_convs": list(self.step.matmul_convs)}
         return {**chosen, "images_per_second": speeds, "choice_seconds": round(self.seconds, 1)}
 
+    @classmethod
+    def from_metrics(cls, metrics: Any) -> "StepChoice | None":
+        """The choice of an earlier run, which took no time now; None if that run measured nothing."""
+        try:
+            choice = cls(msgspec.convert(metrics, StepConfig), msgspec.convert(metrics, _Speeds).images_per_second)
+        except msgspec.ValidationError:
+            return None
+        return choice if choice.images_per_second else None
+
+    def save(self, path: Path) -> None:
+        remove_stale_temps(path)
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self)))
+
 
 def make_trainer(model: nn.Module, recipe: Recipe, step_config: StepConfig) -> Trainer:
     """A trainer of this model, in place, whose steps are computed as configured; the caller sets the threads."""
     memory_format = torch.channels_last if step_config.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     use_matmul(model, step_config.matmul_convs)
+    if step_config.interleave:
+        use_interleave(model)
     config = TrainerConfig(channels_last=step_config.channels_last, compile=step_config.compile)
     return Trainer(model, recipe, config)
 
@@ -110,8 +135,10 @@ def _measure_candidates(
     with preserved_random_state(), closing(batches.epoch(0)) as epoch:
         batch = next(epoch)
         candidates = _Candidates(model, recipe, batch)
-        for candidate in (default, replace(default, channels_last=False)):
-            candidates.add(candidate)
+        candidates.add(default)
+        candidates.add(replace(default, channels_last=False))
+        if shuffle_blocks(model):
+            candidates.add(replace(default, interleave=True))
         speeds = candidates.measure()
         if compiled is None:
             gain = EXPECTED_GAIN * recipe.epochs * len(batches) * recipe.batch_size / max(speeds.values())
@@ -120,7 +147,7 @@ def _measure_candidates(
             torch.compiler.reset()  # graphs of earlier runs count towards the limit of recompilations
             fastest = max(speeds, key=lambda one: speeds[one])
             matmul_convs = faster_as_matmul(copy.deepcopy(model), batch[0])
-            candidates.add(replace(fastest, compile=True))
+            candidates.add(replace(fastest, compile=True, interleave=False))
             if matmul_convs:
                 candidates.add(replace(default, compile=True, matmul_convs=matmul_convs))
             speeds = candidates.measure()
@@ -196,9 +223,7 @@ def resume_or_choose(path: Path | None, resumed: bool, choose: Callable[[], Step
         return StepChoice(StepConfig(threads=torch.get_num_threads()))
     choice = choose()
     if path is not None:
-        remove_stale_temps(path)
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(asdict(choice)))
+        choice.save(path)
     return choice
 
 

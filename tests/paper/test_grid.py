@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from helpers import toy_grid
@@ -150,6 +152,29 @@ def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
         run_grid(RUNS[:2], InMemoryTraining(Toy()), store, Workers(processes=1))
     assert [row.row for row in store.rows()] == [RUNS[1].row]
+
+
+def test_another_seed_reuses_the_choice_made_on_this_machine(tmp_path: Path) -> None:
+    store, run = Store(tmp_path / "rows.jsonl"), RUNS[0]
+    choice = StepChoice(StepConfig(channels_last=False), {"eager, contiguous": 1.0})
+
+    def train(run: TrainingRun, checkpoint: Path, on_progress: Any) -> Row:
+        path = checkpoint.with_suffix(".json")
+        chosen.append(path.read_text() if path.exists() else None)
+        return Row(run.experiment, run.row, run.seed, run.to_recipe(), {"step": choice.metrics()}, 1.0)
+
+    chosen: list[str | None] = []
+    for seed in (10, 11):
+        Task(replace(run, seed=seed), train, store.path)(silent)
+    assert chosen[0] is None
+    assert chosen[1] is not None
+    assert msgspec.json.decode(chosen[1], type=StepChoice) == choice
+    other = replace(run, recipe=replace(run.recipe, lr=0.01), seed=12)  # another recipe
+    Task(other, train, store.path)(silent)
+    rows = [msgspec.structs.replace(row, hardware="another machine") for row in store.rows()]
+    store.path.write_bytes(b"".join(row.to_json() for row in rows))
+    Task(replace(run, seed=13), train, store.path)(silent)
+    assert chosen[2:] == [None, None]
 
 
 class StopError(Exception):

@@ -1,7 +1,9 @@
 """The choice of a training step: the same values, nothing of the run changed, and a run without a compiler goes on."""
 
 import copy
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.shufflenetv2 import InvertedResidual, channel_shuffle
 
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages
+from deepsquare.models import create_model
 from deepsquare.training import Recipe, step_config
+from deepsquare.training.interleave import Interleave, shuffle_blocks
 from deepsquare.training.loop import EpochMetrics, step
 from deepsquare.training.matmul_conv import conv2d_as_matmul, faster_as_matmul, use_matmul
 from deepsquare.training.step_config import StepChoice, StepConfig, choose_step, make_trainer, resume_or_choose
@@ -106,6 +111,40 @@ def test_a_compiled_step_trains_to_the_same_weights_and_the_choice_leaves_the_ru
     assert choice.step.name == max(choice.images_per_second, key=lambda name: choice.images_per_second[name])
 
 
+def test_shuffles_in_one_pass_train_to_the_same_weights() -> None:
+    images, labels = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
+    images = images.contiguous(memory_format=torch.channels_last)
+    results = []
+    for config in (StepConfig(), StepConfig(interleave=True)):
+        torch.manual_seed(0)
+        model = create_model("shufflenet_v2_x0_5", "pooling+excitation", num_classes=4).double()
+        trainer, metrics = make_trainer(model, RECIPE, config), EpochMetrics()
+        for _ in range(2):
+            step(trainer, images, labels, RECIPE.lr, metrics)
+        blocks = [module for module in model.modules() if isinstance(module, InvertedResidual)]
+        assert len(blocks) == 16
+        assert all(("forward" in vars(block)) == config.interleave for block in blocks)
+        results.append((metrics.mean_loss, list(model.state_dict().values()), model.eval()(images)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
+
+
+def test_interleaved_channels_and_their_gradients() -> None:
+    first, second = (torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    out = Interleave.apply(first, second)  # type: ignore[no-untyped-call]
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(out, channel_shuffle(torch.cat((first, second), 1), 2))
+    assert torch.autograd.gradcheck(Interleave.apply, (first, second))
+
+
+def test_blocks_that_are_observed_keep_their_own_forward() -> None:
+    model = create_model("shufflenet_v2_x0_5")
+    block = model.get_submodule("stage2.0")
+    block.register_forward_hook(lambda module, inputs, output: None)
+    blocks = shuffle_blocks(model)
+    assert len(blocks) == 15
+    assert block not in blocks
+
+
 def test_a_short_run_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_config, "_Candidates", None)
     choice = choose_step(network(), RECIPE, batches())
@@ -148,6 +187,14 @@ def test_a_network_that_diverges_at_once_is_left_to_its_run() -> None:
     choice = choose_step(model, RECIPE, batches(), compiled=True)
     assert choice.step == StepConfig(threads=torch.get_num_threads())
     assert choice.images_per_second == {}
+
+
+def test_the_choice_of_a_row() -> None:
+    stored = json.loads(json.dumps(CHOICE.metrics()))
+    assert StepChoice.from_metrics(stored) == replace(CHOICE, seconds=0.0)
+    assert StepChoice.from_metrics(StepChoice(StepConfig()).metrics()) is None  # nothing was measured
+    for damaged in (None, "x", {}, {**stored, "threads": 0}, {**stored, "images_per_second": 3}):
+        assert StepChoice.from_metrics(damaged) is None
 
 
 def test_the_choice_is_stored_and_kept(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.table import Table
@@ -94,8 +95,7 @@ def table(measured: Mapping[str, Any]) -> Table:
         ratios = (
             _common.format_median(median_ratio(seconds[kind], seconds[CHOSEN]), 2) for kind in (BEFORE, CONTIGUOUS)
         )
-        chosen = {key: value for key, value in network["choice"].items() if key in StepConfig.__dataclass_fields__}
-        config = StepConfig(**{**chosen, "matmul_convs": tuple(chosen["matmul_convs"])})
+        config = msgspec.convert(network["choice"], StepConfig)
         threads = _common.format_median(median_ratio(seconds[BEFORE], seconds[ALL_THREADS]), 2)
         comparison.add_row(name, speed, *ratios, f"{network['threads']}: {threads}", config.name)
     return comparison

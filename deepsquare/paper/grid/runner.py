@@ -20,10 +20,16 @@ from deepsquare._threads import use_threads
 from deepsquare.models import create_model
 from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
-from deepsquare.results import Row, Store, run_key
+from deepsquare.results import Row, Store, conditions, run_key
 from deepsquare.training import Batches, DivergedError, Evaluation, History, Recipe, Trainer, fit
 from deepsquare.training.recipe import describe_run
-from deepsquare.training.step_config import choose_step, make_trainer, resume_or_choose, without_failing_compiler
+from deepsquare.training.step_config import (
+    StepChoice,
+    choose_step,
+    make_trainer,
+    resume_or_choose,
+    without_failing_compiler,
+)
 
 DataSource = Callable[["TrainingRun"], tuple[Batches, Evaluation]]
 TrainFunction = Callable[["TrainingRun", Path, OnProgress], Row]  # resumes from the checkpoint at the path
@@ -79,12 +85,27 @@ class Task:
         with checkpoint.with_suffix(".lock").open("w") as file:
             if not lock(file, wait=False):
                 return None
-            row = None
-            if self.run.key not in {stored.key for stored in Store(self.store).rows()}:
+            row, stored = None, Store(self.store).rows()
+            if self.run.key not in {other.key for other in stored}:
+                _reuse_choice(self.run, stored, checkpoint)
                 row = self.train(self.run, checkpoint, on_progress)
                 Store(self.store).append(row)  # while locked, so that no other grid repeats the run
             remove_checkpoint(self.run, self.store)
             return row
+
+
+def _reuse_choice(run: TrainingRun, rows: Sequence[Row], checkpoint: Path) -> None:
+    """Keep the step that another seed of this run chose on this machine, instead of measuring again."""
+    path, here = checkpoint.with_suffix(".json"), conditions()
+    if path.exists() or checkpoint.exists():
+        return
+    for row in rows:
+        is_same_run = run_key(row.experiment, row.row, run.seed, row.recipe) == run.key
+        is_here = (row.hardware, row.versions, row.commit) == (here["hardware"], here["versions"], here["commit"])
+        choice = StepChoice.from_metrics(row.metrics.get("step")) if is_same_run and is_here else None
+        if choice is not None:
+            choice.save(path)
+            return
 
 
 def checkpoint_of(run: TrainingRun, store: Path) -> Path:
@@ -110,7 +131,8 @@ def build_model(run: TrainingRun) -> nn.Module:
 class InMemoryTraining:
     """Trains on batches in memory. The seed determines the initial weights, batches, crops and flips.
 
-    How steps are computed is chosen for the network and the machine, kept beside the checkpoint, and stored in the row.
+    How steps are computed is chosen for the network and the machine, kept beside the checkpoint, and stored in the row,
+    from where other seeds take it.
     """
 
     data: DataSource
@@ -121,9 +143,10 @@ class InMemoryTraining:
         torch.manual_seed(run.seed)
         model = self.build(run)
         path, resumed = (None, False) if checkpoint is None else (checkpoint.with_suffix(".json"), checkpoint.exists())
+        is_stored = path is not None and path.exists()
         choice = resume_or_choose(path, resumed, lambda: choose_step(model, run.recipe, batches))
         with use_threads(choice.step.threads):
-            if resumed:
+            if is_stored:
                 choice = without_failing_compiler(choice, model, run.recipe, batches)
             trainer = make_trainer(model, run.recipe, choice.step)
             return train_to_row(run, trainer, batches, evaluation, checkpoint, on_progress, step=choice.metrics())
