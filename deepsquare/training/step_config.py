@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._files import atomic_write, remove_stale_temps
-from deepsquare.training.interleave import shuffle_blocks, use_interleave
+from deepsquare.training.channels_last import keep_channels_last
 from deepsquare.training.loop import Batches, EpochMetrics, step, tune_malloc
 from deepsquare.training.matmul_conv import faster_as_matmul, use_matmul
 from deepsquare.training.recipe import Recipe, TrainerConfig
@@ -42,14 +42,14 @@ class StepConfig:
         compile: Use torch.compile.
         threads: Threads of an operation.
         matmul_convs: Convolutions that are computed as matrix products.
-        interleave: Channel shuffles of ShuffleNetV2 in one pass, in channels_last.
+        keep_channels_last: Replace operations that leave channels_last.
     """
 
     channels_last: bool = True
     compile: bool = False
     threads: int = 1
     matmul_convs: tuple[str, ...] = ()
-    interleave: bool = False
+    keep_channels_last: bool = False
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -60,8 +60,8 @@ class StepConfig:
         parts = ["compiled" if self.compile else "eager", "channels_last" if self.channels_last else "contiguous"]
         if self.matmul_convs:
             parts.append(f"{len(self.matmul_convs)} convolutions as matrix products")
-        if self.interleave:
-            parts.append("shuffles in one pass")
+        if self.keep_channels_last:
+            parts.append("kept in every operation")
         return ", ".join(parts)
 
 
@@ -103,8 +103,8 @@ def make_trainer(model: nn.Module, recipe: Recipe, step_config: StepConfig) -> T
     memory_format = torch.channels_last if step_config.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     use_matmul(model, step_config.matmul_convs)
-    if step_config.interleave:
-        use_interleave(model)
+    if step_config.keep_channels_last:
+        keep_channels_last(model)
     config = TrainerConfig(channels_last=step_config.channels_last, compile=step_config.compile)
     return Trainer(model, recipe, config)
 
@@ -137,8 +137,8 @@ def _measure_candidates(
         candidates = _Candidates(model, recipe, batch)
         candidates.add(default)
         candidates.add(replace(default, channels_last=False))
-        if shuffle_blocks(model):
-            candidates.add(replace(default, interleave=True))
+        if keep_channels_last(copy.deepcopy(model)):
+            candidates.add(replace(default, keep_channels_last=True))
         speeds = candidates.measure()
         if compiled is None:
             gain = EXPECTED_GAIN * recipe.epochs * len(batches) * recipe.batch_size / max(speeds.values())
@@ -147,7 +147,7 @@ def _measure_candidates(
             torch.compiler.reset()  # graphs of earlier runs count towards the limit of recompilations
             fastest = max(speeds, key=lambda one: speeds[one])
             matmul_convs = faster_as_matmul(copy.deepcopy(model), batch[0])
-            candidates.add(replace(fastest, compile=True, interleave=False))
+            candidates.add(replace(fastest, compile=True, keep_channels_last=False))
             if matmul_convs:
                 candidates.add(replace(default, compile=True, matmul_convs=matmul_convs))
             speeds = candidates.measure()

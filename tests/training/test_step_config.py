@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models.shufflenetv2 import InvertedResidual, channel_shuffle
+from torchvision.models.shufflenetv2 import channel_shuffle
 
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages
 from deepsquare.models import create_model
 from deepsquare.training import Recipe, step_config
-from deepsquare.training.interleave import Interleave, shuffle_blocks
+from deepsquare.training.channels_last import GlobalMean, Interleave, keep_channels_last
 from deepsquare.training.loop import EpochMetrics, step
 from deepsquare.training.matmul_conv import conv2d_as_matmul, faster_as_matmul, use_matmul
 from deepsquare.training.step_config import StepChoice, StepConfig, choose_step, make_trainer, resume_or_choose
@@ -111,21 +111,29 @@ def test_a_compiled_step_trains_to_the_same_weights_and_the_choice_leaves_the_ru
     assert choice.step.name == max(choice.images_per_second, key=lambda name: choice.images_per_second[name])
 
 
-def test_shuffles_in_one_pass_train_to_the_same_weights() -> None:
+@pytest.mark.parametrize(
+    ("name", "spec", "replaced"),
+    [
+        ("shufflenet_v2_x0_5", "", 17),
+        ("shufflenet_v2_x0_5", "pooling+excitation", 17),
+        ("vanilla_cnn", "", 1),
+        ("vanilla_cnn", "pooling", 0),
+    ],
+)
+def test_kept_in_channels_last_a_model_trains_to_the_same_weights(name: str, spec: str, replaced: int) -> None:
     images, labels = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
     images = images.contiguous(memory_format=torch.channels_last)
     results = []
-    for config in (StepConfig(), StepConfig(interleave=True)):
+    for config in (StepConfig(), StepConfig(keep_channels_last=True)):
         torch.manual_seed(0)
-        model = create_model("shufflenet_v2_x0_5", "pooling+excitation", num_classes=4).double()
+        model = create_model(name, spec, num_classes=4).double()
         trainer, metrics = make_trainer(model, RECIPE, config), EpochMetrics()
         for _ in range(2):
             step(trainer, images, labels, RECIPE.lr, metrics)
-        blocks = [module for module in model.modules() if isinstance(module, InvertedResidual)]
-        assert len(blocks) == 16
-        assert all(("forward" in vars(block)) == config.interleave for block in blocks)
+        count = sum("forward" in vars(module) for module in model.modules())
+        assert count == (replaced if config.keep_channels_last else 0)  # its blocks and the global average pooling
         results.append((metrics.mean_loss, list(model.state_dict().values()), model.eval()(images)))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-7, atol=1e-9)
 
 
 def test_interleaved_channels_and_their_gradients() -> None:
@@ -136,13 +144,20 @@ def test_interleaved_channels_and_their_gradients() -> None:
     assert torch.autograd.gradcheck(Interleave.apply, (first, second))
 
 
-def test_blocks_that_are_observed_keep_their_own_forward() -> None:
+def test_the_gradient_of_a_global_mean() -> None:
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(GlobalMean.apply(x), F.adaptive_avg_pool2d(x, 1))  # type: ignore[no-untyped-call]
+    assert torch.autograd.gradcheck(GlobalMean.apply, (x,))
+
+
+def test_modules_that_are_observed_keep_their_own_forward() -> None:
     model = create_model("shufflenet_v2_x0_5")
+    assert keep_channels_last(copy.deepcopy(model)) == 17
     block = model.get_submodule("stage2.0")
     block.register_forward_hook(lambda module, inputs, output: None)
-    blocks = shuffle_blocks(model)
-    assert len(blocks) == 15
-    assert block not in blocks
+    assert keep_channels_last(model) == 16
+    assert "forward" not in vars(block)
+    assert keep_channels_last(nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.AdaptiveAvgPool2d((1, 1)))) == 1
 
 
 def test_a_short_run_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +173,8 @@ def test_a_run_that_compiling_would_delay_is_measured_without(monkeypatch: pytes
     monkeypatch.setattr(torch, "compile", fail)
     monkeypatch.setattr(step_config, "MIN_STEPS", 0)
     choice = choose_step(network(), RECIPE, batches())
-    assert set(choice.images_per_second) == {"eager, channels_last", "eager, contiguous"}
+    eager = StepConfig(), StepConfig(channels_last=False), StepConfig(keep_channels_last=True)
+    assert set(choice.images_per_second) == {config.name for config in eager}
 
 
 def test_without_a_compiler_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
