@@ -23,6 +23,7 @@ from deepsquare.paper.cifar10 import experiment as cifar10
 from deepsquare.paper.experiments import EXPERIMENTS
 from deepsquare.paper.grid import runner
 from deepsquare.paper.grid.backend import Workers
+from deepsquare.paper.grid.progress import Progress
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, checkpoint_of, run_grid
 from deepsquare.paper.options import OutputFolders
 from deepsquare.paper.tables import TABLE_2, TABLE_3
@@ -152,6 +153,22 @@ def test_a_damaged_checkpoint_fails_its_run_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"1 of 2 runs failed:\nOriginal, toy, seed 0: .* is not a training checkpoint"):
         run_grid(RUNS[:2], InMemoryTraining(Toy()), store, Workers(processes=1))
     assert [row.row for row in store.rows()] == [RUNS[1].row]
+
+
+@pytest.mark.parametrize(
+    ("hours", "left"),
+    [({}, ", about 0:04:00 left"), ({0: 1.0, 1: 10.0}, ", about 0:16:48 left (0.6 core-hours)")],
+)
+def test_the_time_that_is_left(hours: dict[int, float], left: str) -> None:
+    runs = [replace(RUNS[0], seed=seed, recipe=Recipe(epochs=8 * (seed + 1))) for seed in (0, 1)]
+    progress = Progress(2, 0, {runs[seed].key: value for seed, value in hours.items()})
+    with progress.live(runs, workers=2):
+        assert progress._left() == ""
+        progress.update(runs[0].key, {"epochs": 1, "seconds": 100.0, "accuracy": 0.1})  # may have been resumed
+        assert progress._left() == ""
+        progress.update(runs[0].key, {"epochs": 4, "seconds": 172.0, "accuracy": 0.1})  # 3 epochs in 72 seconds
+        progress.update("of a run that is over", {"epochs": 4, "seconds": 1.0, "accuracy": 0.1})
+        assert progress._left() == left  # 4 epochs of the short run and 16 of the long one, on two workers
 
 
 def test_another_seed_reuses_the_choice_made_on_this_machine(tmp_path: Path) -> None:

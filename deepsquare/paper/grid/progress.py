@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Counts runs and epochs, and displays them."""
+    """Counts runs and epochs, and displays them.
 
-    def __init__(self, total: int, done: int) -> None:
+    ``hours`` are expected core-hours by the keys of the runs; without them, all epochs are expected to take as long.
+    """
+
+    def __init__(self, total: int, done: int, hours: Mapping[str, float] | None = None) -> None:
         self.console = Console(stderr=True)
         self.total, self.done, self.workers = total, done, 1
         self._waiting: dict[str, TrainingRun] = {}
         self._latest: dict[str, Mapping[str, Any]] = {}  # metrics of the running runs
-        self._seconds, self._epochs = 0.0, 0
+        self._hours = hours or {}
+        self._seconds, self._work = 0.0, 0.0  # measured, and what was expected for the same epochs
 
     def log(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -40,9 +44,11 @@ class Progress:
             yield
 
     def update(self, key: str, metrics: Mapping[str, Any]) -> None:
+        if (run := self._waiting.get(key)) is None:  # a message that arrives after the run's row
+            return
         before = self._latest.get(key, metrics)  # the first epoch after resuming does not measure the speed
         self._seconds += metrics["seconds"] - before["seconds"]
-        self._epochs += metrics["epochs"] - before["epochs"]
+        self._work += self._expected(run, metrics["epochs"] - before["epochs"])
         self._latest[key] = metrics
 
     def complete(self, run: TrainingRun, row: Row | None, error: object) -> None:
@@ -58,21 +64,24 @@ class Progress:
 
     def _left(self) -> str:
         """The estimated time that is left, once the speed is known."""
-        if not self._epochs:
+        if not self._work:
             return ""
-        epochs = sum(run.recipe.epochs for run in self._waiting.values())
-        epochs -= sum(metrics["epochs"] for key, metrics in self._latest.items() if key in self._waiting)
-        seconds = epochs * self._seconds / self._epochs / min(self.workers, max(len(self._waiting), 1))
-        return f", about {timedelta(seconds=round(seconds))} left"
+        work = sum(self._expected(run, run.recipe.epochs) for run in self._waiting.values())
+        work -= sum(self._expected(self._waiting[key], metrics["epochs"]) for key, metrics in self._latest.items())
+        seconds = work * self._seconds / self._work
+        elapsed = timedelta(seconds=round(seconds / min(self.workers, max(len(self._waiting), 1))))
+        return f", about {elapsed} left" + (f" ({seconds / 3600:.1f} core-hours)" if self._hours else "")
+
+    def _expected(self, run: TrainingRun, epochs: int) -> float:
+        return epochs * self._hours.get(run.key, run.recipe.epochs) / run.recipe.epochs
 
     def _table(self) -> Group:
         table = Table(box=None, pad_edge=False)
         for heading in ("running", "epoch", "", "accuracy"):
             table.add_column(heading, justify="right" if heading in ("epoch", "accuracy") else "left")
         for key, metrics in self._latest.items():
-            if (run := self._waiting.get(key)) is not None:
-                epochs = run.recipe.epochs
-                bar = ProgressBar(epochs, metrics["epochs"], width=24)
-                table.add_row(run.name, f"{metrics['epochs']}/{epochs}", bar, f"{metrics['accuracy']:.2%}")
+            run = self._waiting[key]
+            bar = ProgressBar(run.recipe.epochs, metrics["epochs"], width=24)
+            table.add_row(run.name, f"{metrics['epochs']}/{run.recipe.epochs}", bar, f"{metrics['accuracy']:.2%}")
         head = Text(f"{self.done} of {self.total} runs done{self._left()}")
         return Group(head, ProgressBar(self.total, self.done, width=60), table)

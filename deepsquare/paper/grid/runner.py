@@ -181,14 +181,17 @@ def run_grid(runs: Sequence[TrainingRun], train: TrainFunction, store: Store, wo
     run_tasks([Task(run, train, store.path) for run in runs], workers)
 
 
-def run_tasks(planned: Sequence[Task], workers: Workers = LOCAL) -> None:
-    """Train every run without a row in its store, in this order, and append the rows as the runs finish."""
+def run_tasks(planned: Sequence[Task], workers: Workers = LOCAL, hours: Mapping[str, float] | None = None) -> None:
+    """Train every run without a row in its store, in this order, and append the rows as the runs finish.
+
+    ``hours`` are the expected core-hours of the runs by their keys, for the display.
+    """
     present = {path: {row.key for row in Store(path).rows()} for path in dict.fromkeys(task.store for task in planned)}
     waiting = [task for task in planned if task.run.key not in present[task.store]]
     for task in planned:
         if task.run.key in present[task.store]:  # a grid that was killed may have left its checkpoint
             remove_checkpoint(task.run, task.store)
-    progress = Progress(total=len(planned), done=len(planned) - len(waiting))
+    progress = Progress(len(planned), len(planned) - len(waiting), hours)
     if not waiting:
         progress.log(f"all {len(planned)} runs are in {', '.join(map(str, present))}")
         return

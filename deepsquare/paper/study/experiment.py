@@ -113,7 +113,8 @@ def run_study(
         cifar10.load_cifar10(cifar10_data)
     if low_priority:
         _lower_priority()
-    run_tasks([_task(run, data, cifar10_data, output.results) for run in runs], workers)
+    hours = {run.key: family.left / len(family.missing) for family in progress for run in family.missing}
+    run_tasks([_task(run, data, cifar10_data, output.results) for run in runs], workers, hours)
     return True
 
 
