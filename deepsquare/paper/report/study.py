@@ -26,7 +26,7 @@ def study_families(rows: Sequence[Row]) -> list[dict[str, Any]]:
         base = bases.get((family.model, family.schedule), {})
         entries = [_entry(family, label, spec, accuracies[label], base, by_key) for label, spec in family.rows.items()]
         judged = any(family.alpha)
-        title = family.name if judged else family.schedule
+        title = family.name if judged else family.schedule.capitalize()
         if shown and shown[-1]["title"] == title:  # variants of a recipe, which are never judged: one table
             shown[-1]["entries"] += entries
         else:
