@@ -9,10 +9,11 @@ import hashlib
 import logging
 import os
 import warnings
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ CLASSES, SIZE = 200, 64
 IMAGES = {"train": 100_000, "val": 10_000}
 NAMES_SHA256 = "69d3c3dd86e76295299815a52e24c93591950f73e127999490baa8f86896e45d"
 ANNOTATIONS, ANNOTATIONS_LIMIT = "val_annotations.txt", 2**22  # bytes; as distributed it has 347,377
-FORMAT = "1"  # of the cache
+FORMAT = "2"  # of the cache
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,15 @@ def load_tiny_imagenet(folder: str | Path, size: int = SIZE, *, cache: str | Pat
         "bytes": str(sum(os.stat(file.path).st_size for file in files)),
     }
     classes = tuple(sorted({file.name.split("/")[1] for file in files}))
-    cache.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as file:
-        lock(file)  # one process decodes, the others wait for it
+    with ExitStack() as stack:
+        with suppress(OSError):  # a cache that cannot be locked can be read; at worst two processes decode
+            cache.mkdir(parents=True, exist_ok=True)
+            lock(stack.enter_context(path.with_suffix(".lock").open("w")))  # one process decodes, the others wait
         if (tensors := _read_cache(path, identity, size)) is None:
             tensors = _decode(files, classes, size)
             try:
                 with atomic_write(path) as temporary:
-                    save_file(tensors, temporary, metadata=identity)
+                    save_file(tensors, temporary, metadata={**identity, "crc32": _checksum(tensors)})
             except (OSError, SafetensorError) as error:
                 needed = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
                 reason = f"Tiny ImageNet could not be cached in {path} ({error})"
@@ -157,8 +159,12 @@ def _read_annotations(path: Path) -> dict[str, str]:
     """The synset of each image: tab-separated lines with the image, its synset and a bounding box."""
     if path.stat().st_size > ANNOTATIONS_LIMIT:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes; expected at most {ANNOTATIONS_LIMIT:,}")
-    labeled = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    labeled: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}). Unpack Tiny ImageNet again") from error
+    for number, line in enumerate(lines, 1):
         fields = line.split("\t")
         if len(fields) != 6:
             raise ValueError(f"{path}, line {number}: {len(fields)} fields; expected image, synset and four numbers")
@@ -178,10 +184,19 @@ def _read_cache(path: Path, identity: dict[str, str], size: int) -> dict[str, Te
         with safe_open(path, "pt") as file:
             stored = file.metadata()
         tensors = load_file(path)
-        if stored == identity and {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == expected:
+        shapes = {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}
+        if shapes == expected and stored == {**identity, "crc32": _checksum(tensors)}:
             return tensors
     warnings.warn(f"the cache {path} is damaged or of other files; it will be created again", stacklevel=3)
     return None
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of all bytes; it notices damage to the file, and takes about a second."""
+    checksum = 0
+    for _, tensor in sorted(tensors.items()):
+        checksum = zlib.crc32(tensor.numpy().data, checksum)
+    return f"{checksum:08x}"
 
 
 def _decode(files: Sequence[ImageFile], classes: Sequence[str], size: int) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ import io
 import logging
 import math
 import os
-import pickle
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -143,7 +142,7 @@ class _Run:
             except OSError as error:
                 raise OSError(
                     f"cannot write the checkpoint {self.path} ({error.strerror}); free some space; the run can be "
-                    "resumed from its last checkpoint (deepsquare train: --resume)"
+                    "resumed from its last checkpoint"
                 ) from error
         self.saved_at = time.perf_counter()
 
@@ -170,7 +169,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file makes torch and pickle fail in many ways
         raise ValueError(f"{path} is not a training checkpoint, or is damaged; remove it to start again") from error
     if isinstance(state, dict) and state.get("version") == 2:
         state = upgrade_training_state(state)

@@ -124,9 +124,19 @@ def test_a_damaged_cache_is_created_again(folder: Path, tmp_path: Path) -> None:
     before = load_tiny_imagenet(folder, cache=tmp_path)
     parts = [LabeledImages(part.images.clone(), part.labels) for part in (before.train, before.val)]  # not mapped
     expected = TinyImageNet(parts[0], parts[1], before.classes)
-    (tmp_path / "tiny_imagenet_64.safetensors").write_bytes(b"no cache")
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert_equal(load_tiny_imagenet(folder, cache=tmp_path), expected)
+    path = tmp_path / "tiny_imagenet_64.safetensors"
+    content = path.read_bytes()
+    for damaged in (b"no cache", content[:-1] + bytes([content[-1] ^ 1]), content[:-100] + bytes(100)):
+        path.unlink()  # what is mapped stays as it is
+        path.write_bytes(damaged)
+        with pytest.warns(UserWarning, match="is damaged"):
+            assert_equal(load_tiny_imagenet(folder, cache=tmp_path), expected)
+
+
+def test_a_cache_folder_that_cannot_be_made(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError, match=r"could not be cached in .*; free .* GB there, or set DEEPSQUARE_CACHE"):
+        load_tiny_imagenet(folder, cache=tmp_path / "file")
 
 
 def break_nothing_there(folder: Path) -> None:

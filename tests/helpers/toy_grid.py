@@ -44,4 +44,4 @@ class Toy:
 
 
 def run(store: Path, pause: float = 0.0, ray: str | None = None) -> None:
-    run_grid(RUNS, InMemoryTraining(Toy(pause)), Store(store), Workers(2, ray))
+    run_grid(RUNS, InMemoryTraining(Toy(pause)), Store(store), Workers(2) if ray is None else Workers(ray=ray))

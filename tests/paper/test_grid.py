@@ -132,7 +132,11 @@ def test_a_stored_run_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="processes is 0; expected at least 1"):
-        Workers(processes=0)
+        Workers(processes=0).start(1)
+    with pytest.raises(
+        ValueError, match="--processes and --low-priority are for local processes; remove them, or --ray"
+    ):
+        Workers(ray="local", low_priority=True).start(1)
     with pytest.raises(ValueError, match="no row is called DeepSquare9; the rows are Original, DeepSquare1"):
         EXPERIMENTS["table2"](rows=("DeepSquare9",), output=OutputFolders(tmp_path))
     with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):

@@ -109,24 +109,58 @@ def test_the_status_says_what_is_done_spent_and_left(tmp_path: Path, capsys: pyt
     assert [(run.row, run.seed) for run in status.missing] == [("DeepSquare3", 0), ("Original", 1), ("DeepSquare3", 1)]
     assert status.spent == 0.5
     assert status.left == 1.5  # at the measured half an hour, not at the planned two
-    assert status.look == "at 2 seeds"
+    assert status.look == "2 seeds"
     output = OutputFolders(tmp_path, tmp_path, tmp_path)
     assert run_study(plan=plan, status=True, output=output) is False
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 of 4 runs done" in printed
-    assert "0.5 core-hours spent, 1.5 left; 0.5 core-hours a day came in, so about 3 days are left" in printed
+    assert "0.5 core-hours spent, 1.5 left; 0.5 core-hours a day came in: about 3 days more" in printed
 
 
 def test_looks_are_announced_until_a_family_is_complete(tmp_path: Path) -> None:
     looks = CIFAR.replace("[2]", "[1, 2]").replace("[0.05]", "[0.01, 0.04]")
     plan = write(tmp_path / "plan.toml", looks)
-    assert study_status(plan, tmp_path)[0].look == "at 1 seed"
+    assert study_status(plan, tmp_path)[0].look == "1 seed"
     for row, seeds in (("Original", 1), ("DeepSquare3", 1)):
         append(tmp_path, seeds=seeds, row=row)
-    assert study_status(plan, tmp_path)[0].look == "at 2 seeds"
+    assert study_status(plan, tmp_path)[0].look == "2 seeds"
     for row in ("Original", "DeepSquare3"):
         append(tmp_path, seeds=2, row=row)
     assert study_status(plan, tmp_path)[0].look == "complete"
+
+
+def test_runs_of_an_earlier_family_count_for_the_look_and_their_time_for_the_estimate(tmp_path: Path) -> None:
+    more = CIFAR.replace('"cifar"', '"more"').replace("seeds = 2", "seeds = 3").replace("[2]", "[3]")
+    plan = write(tmp_path / "plan.toml", CIFAR, more)
+    append(tmp_path, seeds=3, cpu_seconds=1800.0)
+    append(tmp_path, seeds=1, row="DeepSquare3", cpu_seconds=1800.0)
+    cifar, second = study_status(plan, tmp_path)
+    assert [(run.row, run.seed) for run in second.missing] == [("DeepSquare3", 2)]
+    assert (cifar.look, second.look) == ("2 seeds", "3 seeds")
+    assert second.left == 0.5
+    append(tmp_path, seeds=3, row="DeepSquare3", cpu_seconds=1800.0)
+    store = tmp_path / "cifar10.jsonl"
+    store.write_bytes(b"".join(row.to_json() for row in Store(store).rows() if row.seed != 1))
+    assert [status.look for status in study_status(plan, tmp_path)] == ["2 seeds", "3 seeds"]  # seed 1 is the first's
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = write(tmp_path / "plan.toml", CIFAR.replace('"cifar"', '"[/x] [red]"'))
+    folder = tmp_path / "[red]"
+    run_study(plan=plan, status=True, output=OutputFolders(folder, folder, folder))
+    printed = "".join(capsys.readouterr().out.split())
+    assert "[/x][red]" in printed
+    assert "/[red]hasnorowsyet" in printed
+
+
+def test_a_complete_study_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = write(tmp_path / "plan.toml", CIFAR)
+    for row in ("Original", "DeepSquare3"):
+        append(tmp_path, seeds=2, row=row)
+    assert run_study(plan=plan, output=OutputFolders(tmp_path, tmp_path, tmp_path)) is False
+    assert "nothing is missing of the families that fit into the budget" in capsys.readouterr().out
+    run_study(plan=plan, status=True, output=OutputFolders(tmp_path, tmp_path, tmp_path))
+    assert "4.0 core-hours spent, 0.0 left" in " ".join(capsys.readouterr().out.split())
 
 
 def test_core_hours_are_cpu_time_and_elapsed_time_where_a_row_has_none() -> None:
@@ -153,6 +187,12 @@ def test_core_hours_are_cpu_time_and_elapsed_time_where_a_row_has_none() -> None
         ("[0.01, 0.04]", "[0.05, 0.04]", r"line 3: family 'tiny': alpha is \[0.05, 0.04\]; expected .* 0.05 in all"),
         ("hours = 1.0", "hours = 0.0", "line 3: family 'tiny': hours is 0.0; expected .* more than 0"),
         ("seeds = 5", "seeds = 0", "line 3: family 'tiny': seeds is 0; expected at least 1"),
+        ("seeds = 5", "seeds = 1000000", "line 3: family 'tiny': seeds is 1000000; .* at most 1000"),
+        ("[0.01, 0.04]", "[nan, 0.04]", r"line 3: family 'tiny': alpha is \[nan, 0.04\]"),
+        ('"64 px"', '""', "line 3: family 'tiny': a name is empty"),
+        ("hours = 1.0", "hours = 1.0\nrecipe = { pad = 64 }", "line 3: family 'tiny': pad is 64; expected less than"),
+        ("hours = 1.0", "hours = 1.0\nrecipe = { batch_size = 100001 }", "batch_size is 100001; expected at most the"),
+        ("hours = 1.0", "hours = 1.0\nkwargs = { a = 1979-05-27 }", "line 3: family 'tiny': .*date is not JSON"),
         ('{ "plain" = "", "SP" = "pooling" }', "{}", "line 3: family 'tiny': rows is empty"),
         ('"tiny_imagenet"', '"mnist"', r"'tiny': experiment is 'mnist': .*\(cifar10 or tiny_imagenet\)"),
         ("[[family]]", "[family]", r"plan.toml: family: Expected `array`, got `object`; write \[\[family\]\]"),
@@ -180,8 +220,9 @@ def test_more_errors_in_plans(tmp_path: Path) -> None:
         read_plan(path)
     with pytest.raises(ValueError, match="line 3: family 'cifar': schedule is 'forever'; expected one of quick, "):
         read_plan(write(path, CIFAR.replace('"long"', '"forever"')))
-    with pytest.raises(ValueError, match="line 3: family 'cifar': it has a recipe; on CIFAR-10 the schedule names"):
-        read_plan(write(path, CIFAR + "recipe = { lr = 0.1 }\n"))
+    for more in ("recipe = { lr = 0.1 }", 'model = "resnet18"', "kwargs = { width = 2 }"):
+        with pytest.raises(ValueError, match="line 3: family 'cifar': it has a recipe, kwargs or a model; on CIFAR-10"):
+            read_plan(write(path, f"{CIFAR}{more}\n"))
     with pytest.raises(ValueError, match="line 3: family 'cifar': rows has specs; on CIFAR-10 expected a list"):
         read_plan(write(path, CIFAR.replace('["Original", "DeepSquare3"]', '{ "Original" = "" }')))
     with pytest.raises(ValueError, match=r"line 13: family 'cifar': another family has this name"):
@@ -189,8 +230,27 @@ def test_more_errors_in_plans(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\x9b\xff")
     with pytest.raises(ValueError, match=r"bytes.toml is no text .*; expected a plan as TOML"):
         read_plan(tmp_path / "bytes.toml")
-    with pytest.raises(FileNotFoundError, match=r"no plan .*other.toml; expected a TOML file"):
+    with pytest.raises(FileNotFoundError, match=r"the plan .*other.toml does not exist; expected a TOML file"):
         read_plan(tmp_path / "other.toml")
+    with pytest.raises(FileNotFoundError, match=r"the plan .* is a folder; expected a TOML file"):
+        read_plan(tmp_path)
+    for budget in ("nan", "0.0", "-1.0", "inf"):
+        path.write_text(f"budget = {budget}\n{CIFAR}")
+        with pytest.raises(ValueError, match=f"plan.toml: budget is {budget} for 1 families; expected more than 0"):
+            read_plan(path)
+    path.write_text("budget = 1.0\nfamily = []\n")
+    with pytest.raises(ValueError, match=r"budget is 1.0 for 0 families; expected more than 0 of both"):
+        read_plan(path)
+    path.write_text(f"budget = 1.0\nx = {'[' * 2000}{']' * 2000}\n")
+    with pytest.raises(ValueError, match=r"plan.toml: not valid TOML: .*recursion"):
+        read_plan(path)
+    other = TINY.replace('"tiny"', '"other"') + "recipe = { epochs = 2 }\n"
+    with pytest.raises(
+        ValueError, match="line 14: family 'other': an earlier family has plain, 64 px, seed 0 too, but ep"
+    ):
+        read_plan(write(path, TINY, other))
+    path.write_bytes(b"\xef\xbb\xbf" + write(path, CIFAR).read_bytes())  # with a byte order mark
+    assert read_plan(path).family[0].name == "cifar"
     with pytest.raises(ValueError, match=r"has no family nothing; its families are 'cifar'"):
         study_status(write(path, CIFAR), tmp_path, ["nothing"])
 
@@ -216,7 +276,7 @@ def test_rows_without_values_and_misplaced_rows_are_no_results(tmp_path: Path) -
     for old, new, message in (
         (b'{"accuracy": 0.8}', b"{}", "line 2: Original, long, seed 0 has seconds 3600.0 and no accuracy"),
         (b'{"accuracy": 0.8}', b'{"accuracy": 0.8, "cpu_seconds": "x"}', "has seconds 'x' and an accuracy"),
-        (b": 3600.0", b": -1.0", "has seconds -1.0 and an accuracy; expected both. Remove that line"),
+        (b": 3600.0", b": -1.0", "has seconds -1.0 and an accuracy; expected a time and an accuracy. Remove that line"),
     ):
         store.write_bytes(b"\n" + row.replace(old, new))
         with pytest.raises(ValueError, match=message):

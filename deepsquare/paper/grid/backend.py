@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepsquare._threads import cores
@@ -30,17 +32,25 @@ class Workers:
     Attributes:
         processes: How many runs in parallel; one per core when not given.
         ray: Address of a Ray cluster, or local to start one here.
+        low_priority: Train behind all other work of this machine (nice 19).
     """
 
     processes: int | None = None
     ray: str | None = None
+    low_priority: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Fail early if the values do not fit together."""
         if self.processes is not None and self.processes < 1:
             raise ValueError(f"processes is {self.processes}; expected at least 1")
+        if self.ray is not None and (self.processes is not None or self.low_priority):
+            raise ValueError("--processes and --low-priority are for local processes; remove them, or --ray")
 
     def start(self, tasks: int) -> Backend:
-        return _local_processes(min(self.processes or cores(), tasks)) if self.ray is None else _ray_cluster(self.ray)
+        self.check()
+        if self.ray is not None:
+            return _ray_cluster(self.ray)
+        return _local_processes(min(self.processes or cores(), tasks), self.low_priority)
 
 
 LOCAL = Workers()
@@ -80,11 +90,11 @@ class Backend:
 _progress_queue: Any = None  # set in a worker process
 
 
-def _local_processes(workers: int) -> Backend:
+def _local_processes(workers: int, low_priority: bool) -> Backend:
     """A pool of local processes. They exit when the grid that started them exits or is killed."""
     context = multiprocessing.get_context("spawn")
     progress_queue = context.Queue()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (progress_queue, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (progress_queue, os.getpid(), low_priority))
 
     def stop() -> None:
         for process in list((pool._processes or {}).values()):
@@ -94,9 +104,14 @@ def _local_processes(workers: int) -> Backend:
     return Backend(workers, progress_queue, lambda task: pool.submit(_run_task, task), stop)
 
 
-def _start_worker(progress_queue: Any, parent: int) -> None:
+def _start_worker(progress_queue: Any, parent: int, low_priority: bool) -> None:
     global _progress_queue  # a pool's initializer has no other way to pass it to the tasks
     _progress_queue = progress_queue
+    if low_priority:
+        os.nice(19)
+        with suppress(OSError):  # Linux shares the cores between sessions first: nice acts within one
+            os.setsid()
+            Path("/proc/self/autogroup").write_text("19")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
 
     def exit_with_parent() -> None:

@@ -1,17 +1,18 @@
 """Runs the study: what is missing of its plan, in the planned order, resumable at any moment."""
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import rich
+from rich.markup import escape
 from torch import nn
 from tyro.conf import arg
 
+from deepsquare._files import ensure_writable
 from deepsquare.data import cifar10, tiny_imagenet
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
 from deepsquare.models import create_model
@@ -20,7 +21,7 @@ from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, run_tasks
 from deepsquare.paper.options import OUT, OutputFolders
 from deepsquare.paper.study.plan import PLAN, Family, TinyImageNetRecipe, check_store, read_plan
-from deepsquare.paper.study.status import FamilyStatus, status_table
+from deepsquare.paper.study.status import FamilyStatus, core_hours, status_table
 from deepsquare.results import Row, Store
 from deepsquare.surgery import equip
 from deepsquare.training import Evaluation
@@ -77,25 +78,31 @@ def run_study(
     data: Annotated[Path | None, arg(help="Folder with Tiny ImageNet, which most families need.")] = None,
     cifar10_data: Annotated[Path | None, arg(help="Folder with CIFAR-10; downloaded when not given.")] = None,
     plan: Annotated[Path, arg(help="The plan, as TOML.")] = PLAN,
-    families: Annotated[tuple[str, ...], arg(help="Only these families of the plan, by their quoted names.")] = (),
+    families: Annotated[
+        tuple[str, ...],
+        arg(help="Only these families of the plan, as --status lists them.", help_behavior_hint="(default: all)"),
+    ] = (),
     status: bool = False,
-    low_priority: bool = False,
     workers: Workers = LOCAL,
     output: OutputFolders = OUT,
 ) -> bool:
     """Run what is missing of the study, in the planned order; the same command resumes it.
 
     Args:
-        status: Show what is done and the core-hours that are left, and run nothing.
-        low_priority: Run with nice 19, behind all other work of this machine.
+        status: Show the families, what is done and the core-hours that are left, and run nothing.
     """
     progress = study_status(plan, output.results, families)
     if status:
         rich.print(status_table(progress))
         if not output.results.is_dir():
-            rich.print(f"{output.results} has no rows yet; give the folder of the rows as --results")
+            rich.print(f"{escape(str(output.results))} has no rows yet; give the folder of the rows as --results")
         return False
     runs = [run for family in progress if family.fits for run in family.missing]
+    if not runs:
+        rich.print("nothing is missing of the families that fit into the budget; see --status")
+        return False
+    for folder in (output.results, output.report):
+        ensure_writable(folder)
     on_tiny = [run for run in runs if run.experiment == "tiny_imagenet"]
     if on_tiny and data is None:
         needing = [family.family.name for family in progress if set(family.missing) & set(on_tiny)]
@@ -111,10 +118,9 @@ def run_study(
         tiny_imagenet.load_tiny_imagenet(data, size)  # decode once, and fail early
     if len(on_tiny) < len(runs):
         cifar10.load_cifar10(cifar10_data)
-    if low_priority:
-        _lower_priority()
-    hours = {run.key: family.left / len(family.missing) for family in progress for run in family.missing}
-    run_tasks([_task(run, data, cifar10_data, output.results) for run in runs], workers, hours)
+    hours = {run.key: family.hours for family in progress for run in family.missing}
+    planned = [run for family in progress if family.fits for run in family.runs]
+    run_tasks([_task(run, data, cifar10_data, output.results) for run in planned], workers, hours)
     return True
 
 
@@ -130,8 +136,8 @@ def _task(run: TrainingRun, data: Path | None, cifar10_data: Path | None, result
     path = store_path(run.experiment, results)
     if run.experiment == "cifar10":
         return Task(run, InMemoryTraining(Cifar10Data(cifar10_data)), path)
-    assert data is not None
-    return Task(run, InMemoryTraining(TinyImageNetData(data.expanduser().resolve()), build_model), path)
+    folder = Path() if data is None else data.expanduser().resolve()  # without data, all these runs have their rows
+    return Task(run, InMemoryTraining(TinyImageNetData(folder), build_model), path)
 
 
 def study_status(plan: Path, results: Path, names: Sequence[str] = ()) -> list[FamilyStatus]:
@@ -149,15 +155,20 @@ def study_status(plan: Path, results: Path, names: Sequence[str] = ()) -> list[F
         stored = check_store(Store(store_path(experiment, results)), runs)
         rows |= {row.key: row for row in stored if row.experiment == experiment}
 
+    kinds: dict[tuple[str, str, str], list[float]] = {}  # core-hours of the runs that are done
+    for family, runs, _ in fitting:
+        kinds.setdefault(_kind(family), []).extend(core_hours(rows[run.key]) for run in runs if run.key in rows)
+
     def status(family: Family, runs: list[TrainingRun], fits: bool) -> FamilyStatus:
         done = {run.key: rows[run.key] for run in runs if run.key in rows}
-        return FamilyStatus(family, tuple(runs), done, fits)
+        own = {run.key for run in runs}
+        shared = tuple(run for run in family.runs() if run.key not in own and run.key not in rows)
+        hours = fmean(kinds[_kind(family)] or [family.hours])
+        return FamilyStatus(family, tuple(runs), done, fits, shared, hours)
 
     return [status(*planned) for planned in fitting]
 
 
-def _lower_priority() -> None:
-    """Yield to all other processes; on Linux also to those of other sessions, which nice alone does not reach."""
-    os.nice(19)
-    with suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
+def _kind(family: Family) -> tuple[str, str, str]:
+    """Families whose runs take about as long."""
+    return family.experiment, family.schedule, family.model

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deepsquare.data.tiny_imagenet import IMAGES
 from deepsquare.paper.cifar10.experiment import SCHEDULES, table_runs
 from deepsquare.paper.grid.runner import TrainingRun
 from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3
@@ -22,6 +23,8 @@ from deepsquare.training.recipe import Check, CifarRecipe, convert_recipe_fields
 PLAN = Path(__file__).with_name("plan.toml")
 PLAN_LIMIT = 2**20  # bytes
 ALPHA = 0.05  # the error probability of all looks at a family
+MAX_SEEDS = 1000
+VANILLA = "vanilla_cnn"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,11 @@ class TinyImageNetRecipe(CifarRecipe):
         yield from super()._checks()
         yield "size", self.size in (32, 64), "32 or 64"
         yield "dropout", 0 <= self.dropout < 1, "0 ≤ dropout < 1"
-        yield "held_out", 0 <= self.held_out < 100_000, "at least 0, and fewer than the 100,000 training images"
+        yield "pad", self.pad < self.size, "less than the size"
+        images = IMAGES["train"]
+        yield "held_out", 0 <= self.held_out < images, f"at least 0, and fewer than the {images:,} training images"
+        left = images - self.held_out
+        yield "batch_size", self.batch_size <= left, f"at most the {left:,} images of an epoch"
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +69,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     looks: tuple[int, ...]
     alpha: tuple[float, ...]
     hours: float  # core-hours per run
-    model: str = "vanilla_cnn"
+    model: str = VANILLA
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)  # of create_model
     recipe: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -70,15 +77,21 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Fail if values do not fit together."""
         if not self.rows:
             raise ValueError("rows is empty; expected at least one")
-        if self.seeds < 1:
-            raise ValueError(f"seeds is {self.seeds}; expected at least 1")
+        if not all((self.name, self.schedule, *self.rows)):
+            raise ValueError("a name is empty; the family, its schedule and its rows need one")
+        if not 1 <= self.seeds <= MAX_SEEDS:
+            raise ValueError(f"seeds is {self.seeds}; expected at least 1 and at most {MAX_SEEDS}")
         if not 0 < self.hours < math.inf:
             raise ValueError(f"hours is {self.hours}; expected the core-hours of one run, more than 0")
         if list(self.looks) != sorted(set(self.looks)) or self.looks[-1:] != (self.seeds,) or self.looks[0] < 1:
             raise ValueError(
                 f"looks is {list(self.looks)}; expected increasing numbers that end with {self.seeds} seeds"
             )
-        if len(self.alpha) != len(self.looks) or min(self.alpha) < 0 or sum(self.alpha) > ALPHA + 1e-9:
+        if (
+            len(self.alpha) != len(self.looks)
+            or not all(0 <= alpha <= 1 for alpha in self.alpha)
+            or sum(self.alpha) > ALPHA + 1e-9
+        ):
             raise ValueError(f"alpha is {list(self.alpha)}; expected one value per look, {ALPHA} in all at most")
         for run in self.runs():
             parse_spec(run.spec)
@@ -88,8 +101,10 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.experiment == "cifar10":
             if self.schedule not in SCHEDULES:
                 raise ValueError(f"schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
-            if self.recipe:
-                raise ValueError("it has a recipe; on CIFAR-10 the schedule names the recipe, so remove it")
+            if self.recipe or self.kwargs or self.model != VANILLA:
+                raise ValueError(
+                    f"it has a recipe, kwargs or a model; on CIFAR-10 the schedule names the recipe of {VANILLA}"
+                )
             if isinstance(self.rows, dict):
                 raise ValueError("rows has specs; on CIFAR-10 expected a list of labels of Tables 2 and 3")
             return table_runs((TABLE_2, TABLE_3, BASELINES_TABLE), self.schedule, self.seeds, self.rows)
@@ -133,29 +148,44 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_plan(path: Path = PLAN) -> Plan:
     """Read a plan; ValueError names the file and the line of what is wrong."""
     if not path.is_file():
-        raise FileNotFoundError(f"no plan {path}; expected a TOML file with a budget and families")
+        reason = "is a folder" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"the plan {path} {reason}; expected a TOML file with a budget and families")
     if path.stat().st_size > PLAN_LIMIT:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes; expected a plan of at most {PLAN_LIMIT:,}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text ({error}); expected a plan as TOML") from error
     try:
         plan = msgspec.convert(tomllib.loads(text), Plan)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}{_explain(text, str(error))}") from error
+    if not 0 < plan.budget < math.inf or not plan.family:
+        raise ValueError(
+            f"{path}: budget is {plan.budget} for {len(plan.family)} families; expected more than 0 of both"
+        )
     names: set[str] = set()
+    planned: dict[tuple[str, str, int, str], TrainingRun] = {}
     for number, family in enumerate(plan.family):
         try:
             if family.name in names:
                 raise ValueError("another family has this name")
             names.add(family.name)
             family.check()
-        except (ValueError, TypeError) as error:
+            for run in family.runs():
+                if (other := planned.setdefault(_label(run), run)).key != run.key:
+                    difference = _differences(run, other.to_recipe())
+                    raise ValueError(f"an earlier family has {run.name} too, but {difference}; rename row or schedule")
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}{_line(text, number)}: family {family.name!r}: {error}") from error
     return plan
+
+
+def _label(run: TrainingRun) -> tuple[str, str, int, str]:
+    """What tells a run apart from the others in a store."""
+    return run.experiment, run.row, run.seed, run.schedule
 
 
 def _line(text: str, family: int | None) -> str:
@@ -182,7 +212,7 @@ def _explain(text: str, error: str) -> str:
 
 def check_store(store: Store, runs: Iterable[TrainingRun]) -> list[Row]:
     """The rows of a store; ValueError if a run has a row there that another plan trained by another recipe."""
-    planned = {(run.experiment, run.row, run.seed, run.schedule): run for run in runs}
+    planned = {_label(run): run for run in runs}
     rows = store.rows_by_line()
     for line, row in rows.items():
         run = planned.get((row.experiment, row.row, row.seed, str(row.recipe.get("schedule"))))
@@ -190,19 +220,22 @@ def check_store(store: Store, runs: Iterable[TrainingRun]) -> list[Row]:
             continue
         if run.key != row.key:
             raise ValueError(
-                f"{store.path}, line {line}: {run.name} was trained by another plan ({_differences(run, row)}). "
+                f"{store.path}, line {line}: {run.name} was trained by another plan ({_differences(run, row.recipe)}). "
                 "Choose another --results, or move that row away"
             )
         seconds = row.metrics.get("cpu_seconds") or row.seconds
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf or "accuracy" not in row.metrics:
             raise ValueError(
                 f"{store.path}, line {line}: {run.name} has seconds {seconds!r} and "
-                f"{'an' if 'accuracy' in row.metrics else 'no'} accuracy; expected both. Remove that line to repeat it"
+                f"{'an' if 'accuracy' in row.metrics else 'no'} accuracy; expected a time and an accuracy. "
+                "Remove that line to repeat the run"
             )
     return list(rows.values())
 
 
-def _differences(run: TrainingRun, row: Row) -> str:
+def _differences(run: TrainingRun, stored: Mapping[str, Any]) -> str:
     expected: Mapping[str, Any] = run.to_recipe()
-    names = sorted(name for name in expected.keys() | row.recipe.keys() if expected.get(name) != row.recipe.get(name))
-    return "; ".join(f"{name} was {row.recipe.get(name)}, is {expected.get(name)}" for name in names[:4])
+    names = sorted(
+        name for name in expected.keys() | stored.keys() if repr(expected.get(name)) != repr(stored.get(name))
+    )
+    return "; ".join(f"{name} was {stored.get(name)}, is {expected.get(name)}" for name in names[:4])
