@@ -101,6 +101,7 @@ def run_study(
     if not runs:
         rich.print("nothing is missing of the families that fit into the budget; see --status")
         return False
+    workers.check()
     for folder in (output.results, output.report):
         ensure_writable(folder)
     on_tiny = [run for run in runs if run.experiment == "tiny_imagenet"]
