@@ -1,4 +1,4 @@
-"""The choice of a training step: the same values, nothing of the run changed, and a run without a compiler goes on."""
+"""The choice of a training step: the same values, nothing of the run changed, and a run without a compiler continues."""
 
 import copy
 import json
@@ -189,7 +189,9 @@ def test_a_run_that_compiling_would_delay_is_measured_without(monkeypatch: pytes
     assert set(choice.images_per_second) == {config.name for config in eager}
 
 
-def test_without_a_compiler_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_the_run_continues(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("No working C++ compiler found\nand more")
 
