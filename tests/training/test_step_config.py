@@ -1,4 +1,4 @@
-"""The choice of a training step: the same values, nothing of the run changed, and a run without a compiler continues."""
+"""The choice of a training step: the same values, and nothing of the run changed; it may lack a compiler."""
 
 import copy
 import json
