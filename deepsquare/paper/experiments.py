@@ -15,6 +15,7 @@ from deepsquare.paper.deployment.parity import run_parity
 from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.imagenet.proxy import run_proxy
 from deepsquare.paper.options import OUT, Cifar10Folder, OutputFolders, RandomNetworks, Schedule, Seeds, TableRows
+from deepsquare.paper.simulation import run_rule
 from deepsquare.paper.study.experiment import run_study
 from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3
 
@@ -80,6 +81,7 @@ EXPERIMENTS: dict[str, Callable[..., bool | None]] = {
     "recipe": choose_recipe,
     "proxy": run_proxy,
     "study": run_study,
+    "rule": run_rule,
     "int8": run_int8,
     "parity": run_parity,
     "all": everything,

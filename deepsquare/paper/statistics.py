@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -89,3 +89,171 @@ def median(values: Sequence[float]) -> Median:
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:
     """The median of the ratios to ``base``, paired by round."""
     return median([value / other for value, other in zip(values, base, strict=True)])
+
+
+@dataclass(frozen=True)
+class VarianceEstimate:
+    """A variance and the degrees of freedom of its estimate."""
+
+    value: float
+    df: float
+
+
+def moderated_variances(samples: Mapping[str, Sequence[float]]) -> dict[str, VarianceEstimate]:
+    """The variance within each sample, moderated by that of the others (Smyth 2004, as in limma).
+
+    The true variances are taken to be scattered like s₀²·d₀/χ²(d₀). s₀² and d₀ are estimated from all samples, and each
+    variance becomes (d₀·s₀² + d·s²)/(d₀ + d) with d₀ + d degrees of freedom, at most those of all samples together.
+    With fewer than four samples of two values or more nothing is moderated.
+    """
+    degrees = {name: len(values) - 1 for name, values in samples.items() if len(values) > 1}
+    own = {name: float(np.var(samples[name], ddof=1)) for name in degrees}
+    if len(own) < 4:
+        return {name: VarianceEstimate(value, degrees[name]) for name, value in own.items()}
+    total = sum(degrees.values())
+    prior, prior_df = _prior_variance([value for value in own.values() if value > 0], degrees, own)
+    moderated = {}
+    for name, value in own.items():
+        d = degrees[name]
+        pooled = prior if math.isinf(prior_df) else (prior_df * prior + d * value) / (prior_df + d)
+        moderated[name] = VarianceEstimate(pooled, min(prior_df + d, total))
+    return moderated
+
+
+def _prior_variance(
+    positive: Sequence[float], degrees: Mapping[str, int], own: Mapping[str, float]
+) -> tuple[float, float]:
+    """s₀² and d₀ from the mean and the variance of log s²; d₀ is infinite if they scatter no more than by chance."""
+    from scipy.special import digamma, polygamma
+
+    d = np.array([degrees[name] for name, value in own.items() if value > 0], dtype=float)
+    if len(positive) < 2:
+        return float(np.mean(list(own.values()))), 0.0
+    e = np.log(positive) - digamma(d / 2) + np.log(d / 2)
+    excess = float(np.var(e, ddof=1) - polygamma(1, d / 2).mean())
+    if excess <= 0:
+        pooled = sum(degrees[name] * value for name, value in own.items()) / sum(degrees.values())
+        return float(pooled), math.inf
+    prior_df = 2 * _inverse_trigamma(excess)
+    return float(np.exp(e.mean() + digamma(prior_df / 2) - math.log(prior_df / 2))), prior_df
+
+
+def _inverse_trigamma(value: float) -> float:
+    """The y with trigamma(y) = value."""
+    from scipy.optimize import brentq
+    from scipy.special import polygamma
+
+    return float(brentq(lambda y: polygamma(1, y) - value, 1e-8, 1e8))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """An estimated difference in points with its standard error."""
+
+    mean: float
+    se: float
+    df: float
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        from scipy import stats
+
+        half = float(stats.t.ppf((1 + confidence) / 2, self.df)) * self.se
+        return self.mean - half, self.mean + half
+
+    def p_above(self, value: float) -> float:
+        """The p value of H₀: the difference is at most ``value``."""
+        from scipy import stats
+
+        return float(stats.t.sf((self.mean - value) / self.se, self.df))
+
+    def p_below(self, value: float) -> float:
+        """The p value of H₀: the difference is at least ``value``."""
+        from scipy import stats
+
+        return float(stats.t.cdf((self.mean - value) / self.se, self.df))
+
+
+def contrast(
+    samples: Mapping[str, Sequence[float]],
+    coefficients: Mapping[str, float],
+    variances: Mapping[str, VarianceEstimate],
+    image_variance: float = 0.0,
+) -> Effect:
+    """Σ cᵣ·(mean of sample r), with the error of the seeds and of the test images; df by Welch and Satterthwaite."""
+    parts = {name: c * c * variances[name].value / len(samples[name]) for name, c in coefficients.items()}
+    squared = sum(parts.values()) + image_variance
+    mean = sum(c * float(np.mean(samples[name])) for name, c in coefficients.items())
+    spread = sum(part**2 / variances[name].df for name, part in parts.items())
+    return Effect(mean, max(math.sqrt(squared), 1e-12), squared**2 / spread if spread else math.inf)
+
+
+Hits: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]  # which test images were right, by seed
+
+
+def image_variance(correct: Mapping[str, Hits], coefficients: Mapping[str, float]) -> float | None:
+    """The variance of a contrast, in points², that comes from the choice of the test images.
+
+    It is the variance over the images of Σ cᵣ·(the probability that a network of row r is right), divided by their
+    number. What one network gets right by chance is left out, since the scatter of the seeds holds it: only products of
+    different seeds enter. None if a row has fewer than two seeds whose images are known.
+    """
+    if any(len(correct.get(name, ())) < 2 for name in coefficients):
+        return None
+    second = sum(
+        coefficients[one] * coefficients[other] * _mean_product(correct[one], correct[other])
+        for one in coefficients
+        for other in coefficients
+    )
+    first = sum(c * float(np.mean(list(correct[name].values()))) for name, c in coefficients.items())
+    images = len(next(iter(correct[next(iter(coefficients))].values())))
+    return max(0.0, 100**2 * (second - first**2) / images)
+
+
+def _mean_product(first: Hits, second: Hits) -> float:
+    """The mean over images of the product of two rows' hits, over all pairs of different seeds."""
+    totals = [np.sum(list(hits.values()), axis=0, dtype=float) for hits in (first, second)]
+    shared = first.keys() & second.keys()
+    same = sum((first[seed] & second[seed]).astype(float) for seed in shared)
+    return float(np.mean(totals[0] * totals[1] - same)) / (len(first) * len(second) - len(shared))
+
+
+def rank_p(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """One-sided p values of the exact Mann–Whitney test: that ``first`` tends to be above, and below, ``second``."""
+    from scipy import stats
+
+    above, below = (
+        float(stats.mannwhitneyu(first, second, alternative=side, method="exact").pvalue)
+        for side in ("greater", "less")
+    )
+    return above, below
+
+
+def share_p(count: int, n: int, share: float = 0.5) -> tuple[float, float]:
+    """Exact one-sided p values: that a share is above, and below, ``share``."""
+    from scipy import stats
+
+    return float(stats.binom.sf(count - 1, n, share)), float(stats.binom.cdf(count, n, share))
+
+
+def share_interval(count: int, n: int) -> tuple[float, float]:
+    """The 95% interval of a share (Clopper and Pearson)."""
+    from scipy import stats
+
+    tail = (1 - CONFIDENCE) / 2
+    low = float(stats.beta.ppf(tail, count, n - count + 1)) if count else 0.0
+    return low, float(stats.beta.ppf(1 - tail, count + 1, n - count)) if count < n else 1.0
+
+
+def reject_holm(p_values: Sequence[Sequence[float]], alpha: float) -> list[list[bool]]:
+    """Holm's procedure where each claim has hypotheses of which at most one is true (Shaffer 1986).
+
+    ``p_values`` are by claim; the probability of any false rejection is at most ``alpha``. The next smallest p value is
+    compared with alpha divided by the number of claims that can still hold a true hypothesis.
+    """
+    rejected = [[False] * len(claim) for claim in p_values]
+    for p, index, k in sorted((p, c, k) for c, claim in enumerate(p_values) for k, p in enumerate(claim)):
+        open_claims = sum(not all(done) for done in rejected)
+        if p > alpha / open_claims:
+            break
+        rejected[index][k] = True
+    return rejected

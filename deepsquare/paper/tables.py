@@ -162,6 +162,16 @@ BASELINES_TABLE = PaperTable(
     ),
     detail="Position",
 )
+
+
+def stored_labels() -> dict[str, str]:
+    """The labels under which networks on CIFAR-10 are stored, by spec: one in several tables has that of the first."""
+    labels: dict[str, str] = {}
+    for entry in (*TABLE_2.entries, *TABLE_3.entries, *BASELINES_TABLE.entries):
+        labels.setdefault(entry.spec, entry.label)
+    return labels
+
+
 TABLES = (TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7)
 
 _SMALLEST = "shufflenet_v2_x0_5"

@@ -1,47 +1,285 @@
-"""The verdict on a claim of the paper. The page states this rule; change both together."""
+"""The rule by which claims are judged. The page states it; change both together.
 
+The claims of a family are judged together, at the looks of its plan. Each has two null hypotheses of which at most one
+can be true, for example "there is no difference" and "the difference is as large as claimed"; rejecting them decides
+the verdict. The probability of any false rejection in a family is at most the alpha of its looks, 5% in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from deepsquare.paper.statistics import Interval
+from deepsquare.paper.statistics import (
+    Effect,
+    Hits,
+    Interval,
+    VarianceEstimate,
+    contrast,
+    image_variance,
+    moderated_variances,
+    rank_p,
+    reject_holm,
+    share_interval,
+    share_p,
+)
 
-SEEDS = 3  # with fewer, every verdict is inconclusive
-NO_DIFFERENCE = 0.1  # points: a claim below it is a claim of no difference
+BAD_RUN = 3.0  # points below the best run of the row
 MARGIN = 0.5  # points: a smaller difference counts as none
+MIN_SEEDS = 3  # for a verdict on a difference of means
+PENDING = "not at a planned look yet"
+DIVERGENCE_SEEDS = 6  # for a verdict on divergence
 
 
 class Verdict(Enum):
     """Whether the runs agree with a claim."""
 
     REPRODUCED = "reproduced"
+    SMALLER = "smaller than claimed"
     CONTRARY = "contrary"
     INCONCLUSIVE = "inconclusive"
+    NOT_TESTED = "not tested here"
 
 
-def judge(claim: float | None, improvement: Interval | None, runs: int, diverged: int) -> Verdict:
-    """Compare the paper's improvement with ours.
+@dataclass(frozen=True)
+class Sample:
+    """The runs of a row by seed: accuracies in per cent, a diverged run at chance; and which test images were right."""
+
+    accuracies: Mapping[int, float]
+    diverged: frozenset[int] = frozenset()
+    correct: Hits = field(default_factory=dict, hash=False)
+
+    def first(self, seeds: int) -> Sample:
+        """The runs with the seeds below ``seeds``."""
+        chosen = {seed: value for seed, value in self.accuracies.items() if seed < seeds}
+        hits = {seed: value for seed, value in self.correct.items() if seed < seeds}
+        return Sample(chosen, frozenset(seed for seed in self.diverged if seed < seeds), hits)
+
+    @property
+    def values(self) -> list[float]:
+        return [self.accuracies[seed] for seed in sorted(self.accuracies)]
+
+    @property
+    def bad_runs(self) -> int:
+        """How many runs diverged or are more than ``BAD_RUN`` points below the best."""
+        best = max(self.accuracies.values(), default=0.0)
+        return sum(seed in self.diverged or best - value > BAD_RUN for seed, value in self.accuracies.items())
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What a claim says about rows: their accuracies times these coefficients, or that a row diverges."""
+
+    coefficients: Mapping[str, float] = field(hash=False)
+
+    @classmethod
+    def between(cls, first: str, base: str, *args: float) -> Hypothesis:
+        """About the difference of two rows."""
+        return cls({first: 1.0, base: -1.0}, *args)
+
+
+@dataclass(frozen=True)
+class Differs(Hypothesis):
+    """The difference has the sign of ``size`` and, if ``sized``, is that large."""
+
+    size: float = 1.0
+    sized: bool = True
+
+
+@dataclass(frozen=True)
+class NoDifference(Hypothesis):
+    """The difference is within ± ``margin``."""
+
+    margin: float = MARGIN
+
+
+@dataclass(frozen=True)
+class NotWorse(Hypothesis):
+    """The difference is above − ``margin``."""
+
+    margin: float = MARGIN
+
+
+@dataclass(frozen=True)
+class Diverges(Hypothesis):
+    """More than half of the runs of the row diverge."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the runs say about a hypothesis at the look reached, with the 95% interval of the difference in points."""
+
+    verdict: Verdict
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: tuple[int, ...] = ()  # seeds of each row
+    both_sources: bool = False  # the interval has the error of the test images too
+    direction: int = 0  # the sign of a difference that is not 0
+    at_look: bool = False  # its rows have reached a planned look
+    note: str = ""
+
+    @property
+    def bounded(self) -> bool:
+        return self.low is not None and math.isfinite(self.low)
+
+
+def judge_family(
+    samples: Mapping[str, Sample],
+    hypotheses: Sequence[Hypothesis],
+    looks: Sequence[tuple[int, float]],
+    planned: Mapping[str, int] | None = None,
+) -> list[Finding]:
+    """Judge hypotheses together at every look that was reached; what an earlier look rejected stays rejected.
 
     Args:
-        claim: the paper's improvement in points; None if it reports divergence.
-        improvement: ours, paired by seed, in points; None if there is no pair.
-        runs: how many seeds were run.
-        diverged: how many of them diverged; they are not in ``improvement``.
+        samples: the runs of each row.
+        looks: numbers of seeds with the alpha that each spends. A row has reached a look when the first so many seeds
+            have run, or all that are planned for it; at the last look it is taken with all that are planned.
+        planned: seeds per row, if not those of the last look.
     """
-    if runs >= SEEDS and 2 * diverged > runs:  # the runs that did not diverge are a biased sample
-        return Verdict.REPRODUCED if claim is None else Verdict.CONTRARY
-    if claim is None:
-        return Verdict.CONTRARY if runs >= SEEDS and diverged == 0 else Verdict.INCONCLUSIVE
-    if improvement is None or improvement.n < SEEDS:
-        return Verdict.INCONCLUSIVE
-    low, high = improvement.low, improvement.high
-    if abs(claim) < NO_DIFFERENCE:
-        same, other = low >= -MARGIN and high <= MARGIN, high < -MARGIN or low > MARGIN
-    else:
-        same, other = (low > 0, high < 0) if claim > 0 else (high < 0, low > 0)
-    return Verdict.REPRODUCED if same else Verdict.CONTRARY if other else Verdict.INCONCLUSIVE
+    counts = {name: (planned or {}).get(name, looks[-1][0]) for name in samples}
+    rejected = [[False, False] for _ in hypotheses]
+    findings = [_pending(samples, hypothesis) for hypothesis in hypotheses]
+    for seeds, alpha in looks:
+        wanted = {name: counts[name] if seeds == looks[-1][0] else min(seeds, counts[name]) for name in samples}
+        taken = {name: sample.first(wanted[name]) for name, sample in samples.items()}
+        ready = {name for name, sample in taken.items() if len(sample.accuracies) == wanted[name]}
+        analysis = _Analysis({name: taken[name] for name in taken if len(taken[name].accuracies) > 1})
+        tests = [
+            analysis.test(hypothesis) if hypothesis.coefficients.keys() <= ready else None for hypothesis in hypotheses
+        ]
+        p_values = [(1.0, 1.0) if test is None else test.p_values for test in tests]
+        for index, now in enumerate(reject_holm(p_values, alpha)):
+            test = tests[index]
+            if test is not None:
+                rejected[index] = [a or b for a, b in zip(rejected[index], now, strict=True)]
+                differs = isinstance(hypotheses[index], Differs) and rejected[index][0]
+                findings[index] = replace(
+                    test.finding,
+                    verdict=_verdict(hypotheses[index], test, rejected[index]),
+                    direction=int(test.sign) if differs else 0,
+                    at_look=True,
+                )
+    return findings
+
+
+@dataclass(frozen=True)
+class _Test:
+    """The p values of a hypothesis's two null hypotheses, and its finding without a verdict."""
+
+    p_values: tuple[float, float]
+    finding: Finding
+    sign: float = 0.0  # of the observed difference
+
+
+class _Analysis:
+    """The samples of a look with their variances."""
+
+    def __init__(self, samples: Mapping[str, Sample]) -> None:
+        self.samples = samples
+        self.stable = {name: sample for name, sample in samples.items() if not sample.bad_runs}
+        self.variances: Mapping[str, VarianceEstimate] = moderated_variances(
+            {name: sample.values for name, sample in self.stable.items()}
+        )
+
+    def test(self, hypothesis: Hypothesis) -> _Test | None:
+        rows = {name: self.samples[name] for name in hypothesis.coefficients if name in self.samples}
+        if len(rows) < len(hypothesis.coefficients):
+            return None
+        if isinstance(hypothesis, Diverges):
+            return _test_divergence(*rows.values())
+        if not rows.keys() <= self.stable.keys():
+            return _test_ranks(hypothesis, rows)
+        if min(len(sample.values) for sample in rows.values()) < MIN_SEEDS:
+            return None
+        images, both = self._image_variance(hypothesis)
+        values = {name: sample.values for name, sample in rows.items()}
+        effect = contrast(values, hypothesis.coefficients, self.variances, images)
+        low, high = effect.interval()
+        n = tuple(len(sample.values) for sample in rows.values())
+        finding = Finding(Verdict.INCONCLUSIVE, effect.mean, low, high, n, both)
+        return _Test(_p_values(hypothesis, effect), finding, math.copysign(1, effect.mean))
+
+    def _image_variance(self, hypothesis: Hypothesis) -> tuple[float, bool]:
+        """That of the rows of the hypothesis, or of comparable ones; 0 if no row says which images were right."""
+        correct = {name: sample.correct for name, sample in self.stable.items()}
+        own = image_variance(correct, hypothesis.coefficients)
+        if own is not None:
+            return own, True
+        names = [name for name, hits in correct.items() if len(hits) > 1]
+        others = [image_variance(correct, {names[0]: 1.0, name: -1.0}) for name in names[1:]]
+        known = [value for value in others if value is not None]
+        weight = sum(abs(c) for c in hypothesis.coefficients.values()) / 2
+        return (weight * sum(known) / len(known), True) if known else (0.0, False)
+
+
+def _p_values(hypothesis: Hypothesis, effect: Effect) -> tuple[float, float]:
+    """Of the two null hypotheses; at most one of them is true."""
+    match hypothesis:
+        case Differs(size=size, sized=sized):
+            direction = 2 * min(effect.p_above(0), effect.p_below(0))
+            smaller = effect.p_below(size) if size > 0 else effect.p_above(size)
+            return min(1.0, direction), smaller if sized else 1.0
+        case NoDifference(margin=margin):
+            same = max(effect.p_above(-margin), effect.p_below(margin))
+            return same, min(1.0, 2 * min(effect.p_above(margin), effect.p_below(-margin)))
+        case NotWorse(margin=margin):
+            return effect.p_above(-margin), effect.p_below(-margin)
+    raise TypeError(f"no test for {hypothesis!r}")
+
+
+def _verdict(hypothesis: Hypothesis, test: _Test, rejected: Sequence[bool]) -> Verdict:
+    if isinstance(hypothesis, Differs):
+        if rejected[0] and test.sign * hypothesis.size < 0:
+            return Verdict.CONTRARY
+        if rejected[1]:
+            return Verdict.SMALLER
+        return Verdict.REPRODUCED if rejected[0] else Verdict.INCONCLUSIVE
+    return Verdict.REPRODUCED if rejected[0] else Verdict.CONTRARY if rejected[1] else Verdict.INCONCLUSIVE
+
+
+def _test_divergence(sample: Sample) -> _Test:
+    n, count = len(sample.accuracies), len(sample.diverged)
+    low, high = (100 * bound for bound in share_interval(count, n))
+    note = f"{count} of {n} runs diverged [{low:.0f}%, {high:.0f}%]"
+    p_values = share_p(count, n) if n >= DIVERGENCE_SEEDS else (1.0, 1.0)
+    return _Test(p_values, Finding(Verdict.INCONCLUSIVE, n=(n,), note=note))
+
+
+def _test_ranks(hypothesis: Hypothesis, rows: Mapping[str, Sample]) -> _Test:
+    """For rows with bad runs, whose mean says little: which of two rows tends to be higher, by ranks."""
+    bad = {name: sample.bad_runs for name, sample in rows.items() if sample.bad_runs}
+    note = "; ".join(f"{name}: {count} of {len(rows[name].accuracies)} runs are bad" for name, count in bad.items())
+    n = tuple(len(sample.values) for sample in rows.values())
+    means = {name: sum(sample.values) / len(sample.values) for name, sample in rows.items()}
+    mean = sum(c * means[name] for name, c in hypothesis.coefficients.items())
+    finding = Finding(Verdict.INCONCLUSIVE, mean, n=n, note=note)
+    if len(rows) != 2 or isinstance(hypothesis, NoDifference):
+        return _Test((1.0, 1.0), finding)
+    upper, lower = (next(name for name, c in hypothesis.coefficients.items() if c * sign > 0) for sign in (1, -1))
+    above, below = rank_p(rows[upper].values, rows[lower].values)
+    if isinstance(hypothesis, NotWorse):
+        return _Test((above, below), finding)
+    return _Test((min(1.0, 2 * min(above, below)), 1.0), finding, 1.0 if above < below else -1.0)
+
+
+def _pending(samples: Mapping[str, Sample], hypothesis: Hypothesis) -> Finding:
+    """Before the first look: the seeds so far, and no verdict."""
+    rows = [samples[name] for name in hypothesis.coefficients if name in samples]
+    if len(rows) < len(hypothesis.coefficients) or not all(row.accuracies for row in rows):
+        return Finding(Verdict.NOT_TESTED, note="no runs yet")
+    means = {name: sum(samples[name].values) / len(samples[name].values) for name in hypothesis.coefficients}
+    mean = sum(c * means[name] for name, c in hypothesis.coefficients.items())
+    return Finding(
+        Verdict.INCONCLUSIVE, mean, n=tuple(len(row.values) for row in rows), note="not at a planned look yet"
+    )
 
 
 def judge_sign(sign: int, difference: Interval) -> Verdict:
     """Compare the sign of a difference with the paper's claim, if it gives no number."""
-    if difference.n < SEEDS or not difference.bounded or difference.holds(0):
+    if difference.n < MIN_SEEDS or not difference.bounded or difference.holds(0):
         return Verdict.INCONCLUSIVE
     return Verdict.REPRODUCED if sign * difference.mean > 0 else Verdict.CONTRARY

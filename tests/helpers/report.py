@@ -8,8 +8,8 @@ from typing import Any
 
 from deepsquare.results import Row, Store
 
-BASE = (80.00, 81.00, 82.00, 81.00)
-GAINS = (1.00, 1.20, 0.80, 1.00)  # of Square-Pooling
+BASE = (80.90, 81.00, 81.10, 81.00)
+GAINS = (1.00, 1.02, 0.98, 1.00)  # of Square-Pooling
 
 
 def row(

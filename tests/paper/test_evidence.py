@@ -9,7 +9,7 @@ import pytest
 from helpers.report import BASE, row, rows_of, standard_rows, write_store
 
 from deepsquare.paper.report.evidence import read_stores, table_findings
-from deepsquare.paper.tables import TABLE_2, TABLE_3
+from deepsquare.paper.tables import TABLE_2
 
 
 def test_truncated_lines_and_other_files(tmp_path: Path) -> None:
@@ -62,13 +62,6 @@ def test_the_latest_of_two_recipes_counts() -> None:
         "cifar10, vanilla_cnn: 2 recipes are called “short”. The page shows the one that ran last and omits "
         "8 runs of the others.",
     )
-
-
-def test_the_longest_schedule_with_enough_seeds_is_judged() -> None:
-    row = table_findings(TABLE_3, standard_rows()).rows[2]
-    assert [schedule.name for schedule in row.results] == ["short", "long"]
-    assert row.decisive is not None
-    assert row.decisive[0].name == "short"
 
 
 def test_mean_curve() -> None:

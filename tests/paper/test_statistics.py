@@ -1,14 +1,11 @@
-"""The report's intervals, medians and verdicts."""
+"""The report's intervals and medians."""
 
 import math
 
 import pytest
 from scipy import stats
 
-from deepsquare.paper.statistics import Interval, Median, interval, median, paired
-from deepsquare.paper.verdict import Verdict, judge
-
-REPRODUCED, CONTRARY, INCONCLUSIVE = Verdict
+from deepsquare.paper.statistics import Median, interval, median, paired
 
 
 def test_intervals_are_those_of_scipy() -> None:
@@ -37,38 +34,3 @@ def test_intervals_are_those_of_scipy() -> None:
 def test_medians_by_ranks() -> None:
     assert median(list(range(1, 10))) == Median(5, 2, 8)  # of 9 the second and the eighth: 96%
     assert median([3.0, 1.0, 2.0]) == Median(2, 1, 3)
-
-
-@pytest.mark.parametrize(
-    ("claim", "ends", "seeds", "diverged", "expected"),
-    [
-        (1.06, (0.2, 1.5), 3, 0, REPRODUCED),
-        (1.06, (-0.1, 1.5), 5, 0, INCONCLUSIVE),
-        (1.06, (-1.5, -0.2), 5, 0, CONTRARY),
-        (1.06, (0.0, 1.0), 5, 0, INCONCLUSIVE),  # 0 is not excluded
-        (-1.39, (-2.0, -0.5), 5, 0, REPRODUCED),
-        (-1.39, (0.5, 2.0), 5, 0, CONTRARY),
-        (1.06, (0.2, 1.5), 2, 0, INCONCLUSIVE),  # too few seeds
-        (1.06, None, 0, 0, INCONCLUSIVE),
-        (-0.02, (-0.49, 0.3), 5, 0, REPRODUCED),  # no difference
-        (-0.02, (-0.6, 0.3), 5, 0, INCONCLUSIVE),
-        (-0.02, (0.4, 0.8), 5, 0, INCONCLUSIVE),
-        (-0.02, (0.51, 0.8), 5, 0, CONTRARY),
-        (-0.02, (-2.0, -0.51), 5, 0, CONTRARY),
-        (0.1, (0.2, 0.3), 5, 0, REPRODUCED),  # a difference again
-        (1.06, (0.2, 1.5), 3, 2, REPRODUCED),  # 2 of 5 diverged
-        (1.06, (0.2, 1.5), 3, 4, CONTRARY),  # 4 of 7 diverged
-        (1.06, None, 0, 2, INCONCLUSIVE),
-        (None, None, 0, 3, REPRODUCED),
-        (None, None, 0, 2, INCONCLUSIVE),
-        (None, (-9.0, -8.0), 2, 2, INCONCLUSIVE),  # half of them is no majority
-        (None, (-9.0, -8.0), 2, 3, REPRODUCED),
-        (None, (-9.0, -8.0), 3, 0, CONTRARY),
-        (None, (-9.0, -8.0), 2, 0, INCONCLUSIVE),
-    ],
-)
-def test_verdicts(
-    claim: float | None, ends: tuple[float, float] | None, seeds: int, diverged: int, expected: Verdict
-) -> None:
-    ours = None if ends is None else Interval((ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2, seeds)
-    assert judge(claim, ours, seeds + diverged, diverged) is expected

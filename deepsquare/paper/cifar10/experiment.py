@@ -15,7 +15,7 @@ from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batch
 from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, TrainingRun, run_grid
 from deepsquare.paper.options import OUT, Cifar10Folder, OutputFolders, Schedule, Seeds, TableRows, check_selection
-from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3, PaperTable
+from deepsquare.paper.tables import PaperTable, stored_labels
 from deepsquare.results import Store
 from deepsquare.training import CifarRecipe, Evaluation
 
@@ -63,13 +63,10 @@ def table_runs(tables: Sequence[PaperTable], schedule: str, seeds: int, rows: Se
     specs = {entry.label: entry.spec for table in tables for entry in table.entries}
     check_selection(seeds, rows, specs)
     wanted = {specs[label] for label in rows or specs}
-    labels: dict[str, str] = {}
-    for entry in (*TABLE_2.entries, *TABLE_3.entries, *BASELINES_TABLE.entries):
-        labels.setdefault(entry.spec, entry.label)
     return [
         TrainingRun("cifar10", label, seed, "vanilla_cnn", spec, schedule, SCHEDULES[schedule])
         for seed in range(seeds)
-        for spec, label in labels.items()
+        for spec, label in stored_labels().items()
         if spec in wanted
     ]
 

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 from deepsquare.paper.statistics import Interval, interval, paired
 from deepsquare.paper.tables import PaperRow, PaperTable
-from deepsquare.paper.verdict import SEEDS, Verdict, judge
+from deepsquare.paper.verdict import MIN_SEEDS, Finding, Verdict
 from deepsquare.results import Row, Store
 
 T = TypeVar("T")
 K = TypeVar("K")
+JudgedRows = Mapping[tuple[str, str], Mapping[str, Finding]]  # by experiment and schedule, by spec
 NETWORK_FIELDS = ("spec", "dropout")  # of a recipe; the other fields are equal in all runs that are compared
 
 
@@ -82,14 +83,18 @@ class RunResult:
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """An entry under one schedule. Diverged runs are counted, and left out of the means."""
+    """An entry under one schedule. Diverged runs are counted, and left out of the means.
+
+    ``improvement`` and ``verdict`` are those of the ledger where it judges the entry under this schedule. Else the
+    improvement is paired by seed, and there is no verdict.
+    """
 
     runs: tuple[RunResult, ...]
     accuracy: Interval | None
     improvement: Interval | None
-    verdict: Verdict | None  # None for a base model, and where the paper claims nothing
+    verdict: Verdict | None
     agrees: bool  # the paper's improvement lies within our interval
-    enough_seeds: bool  # for a verdict
+    note: str = ""
 
     @property
     def diverged(self) -> int:
@@ -113,21 +118,6 @@ class RowFindings:
     claim: float | None  # the paper's improvement in points; None for divergence and where nothing is compared
     is_base: bool
     results: Mapping[Schedule, ScheduleResult]
-
-    @property
-    def decisive(self) -> tuple[Schedule, ScheduleResult] | None:
-        """The longest schedule with enough seeds, else the longest; proxies do not count."""
-        results = [(schedule, result) for schedule, result in self.results.items() if not schedule.is_proxy]
-        return next((pair for pair in reversed(results) if pair[1].enough_seeds), results[-1] if results else None)
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self.decisive[1].verdict if self.decisive else None
-
-    @property
-    def judged_on(self) -> str | None:
-        """The label of the decisive schedule, if it has enough seeds for a verdict."""
-        return self.decisive[0].label if self.decisive and self.decisive[1].enough_seeds else None
 
 
 @dataclass(frozen=True)
@@ -183,8 +173,8 @@ def bench_rows(rows: Sequence[Row], subject: str) -> dict[str, list[Row]]:
     return grouped(sorted(measured, key=lambda row: row.date), lambda row: row.row.removeprefix(f"{subject}/"))
 
 
-def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
-    """Compare the rows with the entries of a table."""
+def table_findings(table: PaperTable, rows: Sequence[Row], judged: JudgedRows | None = None) -> TableFindings:
+    """Compare the rows with the entries of a table; ``judged`` has the findings of the ledger."""
     runs = [run for row in rows if (run := RunResult.from_row(row)) and _belongs(run, table)]
     entry_epochs = {entry.epochs for entry in table.entries} - {None}
     latest, notes = _latest_recipes(runs, entry_epochs)
@@ -204,7 +194,8 @@ def table_findings(table: PaperTable, rows: Sequence[Row]) -> TableFindings:
             if applies and (runs := by_network.get((schedule, entry.model, entry.spec), [])):
                 compared = base is not None and base is not entry
                 base_runs = by_network.get((schedule, entry.model, ""), []) if compared else None
-                results[schedule] = _schedule_result(claim, runs, base_runs, judged=table.number > 0)
+                finding = (judged or {}).get((schedule.experiment, schedule.name), {}).get(entry.spec)
+                results[schedule] = _schedule_result(claim, runs, base_runs, finding)
         findings.append(RowFindings(table.number, entry, claim, entry is base, results))
     recipes = {run.schedule: json.loads(run.recipe) for run in latest}
     return TableFindings(table, tuple(schedules), recipes, tuple(findings), tuple(notes))
@@ -243,7 +234,7 @@ def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) ->
 
 
 def _schedule_result(
-    claim: float | None, runs: Sequence[RunResult], base: Sequence[RunResult] | None, judged: bool
+    claim: float | None, runs: Sequence[RunResult], base: Sequence[RunResult] | None, finding: Finding | None
 ) -> ScheduleResult:
     """Summarize the runs of an entry; ``base`` is None for a base model, which is compared with nothing."""
     accuracies, base_accuracies = (
@@ -251,14 +242,16 @@ def _schedule_result(
         for group in (runs, base or ())
     )
     improvement = None if base is None else paired(accuracies, base_accuracies)
-    diverged = sum(run.diverged for run in runs)
-    enough_pairs = improvement is not None and improvement.n >= SEEDS
-    about_divergence = claim is None or 2 * diverged > len(runs)
+    if finding is not None and finding.mean is not None and finding.low is not None and finding.high is not None:
+        improvement = Interval(finding.mean, (finding.high - finding.low) / 2, min(finding.n))
     return ScheduleResult(
         runs=tuple(runs),
         accuracy=interval(list(accuracies.values())),
         improvement=improvement,
-        verdict=None if base is None or not judged else judge(claim, improvement, len(runs), diverged),
-        agrees=claim is not None and improvement is not None and enough_pairs and improvement.holds(claim),
-        enough_seeds=enough_pairs or (about_divergence and len(runs) >= SEEDS),
+        verdict=None if finding is None else finding.verdict,
+        agrees=claim is not None
+        and improvement is not None
+        and improvement.n >= MIN_SEEDS
+        and improvement.holds(claim),
+        note="" if finding is None else finding.note,
     )

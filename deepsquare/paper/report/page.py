@@ -1,6 +1,5 @@
 """The page: all results and figures in one HTML file that needs no network, and the numbers as Markdown."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +12,15 @@ from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
+from deepsquare.paper.claims import hypotheses_of
 from deepsquare.paper.fig2.experiment import summarize
+from deepsquare.paper.regimes import regimes
 from deepsquare.paper.report import bench, charts, figures
-from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
+from deepsquare.paper.report.evidence import RunResult, TableFindings, grouped, read_stores, table_findings
+from deepsquare.paper.report.ledger import Evidence, counts, ledger
 from deepsquare.paper.report.study import study_families
+from deepsquare.paper.simulation import POWER, undecidable
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
-from deepsquare.paper.verdict import Verdict
 from deepsquare.results import Row, Store
 
 PAPER_LAYERS = (  # Table 1: the type of each layer and its output
@@ -58,21 +60,25 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
 def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
     """Everything the templates show."""
     rows, notes = read_stores(results)
-    tables = [table_findings(table, rows) for table in TABLES]
-    cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
-    claims = claims_of(cifar)
     by_backbone = bench.backbones(rows)
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = bench.op_times(rows)
     latencies = bench.latencies(rows)
     fig2 = next((found for folder in results if (found := Store(Path(folder) / "fig2.jsonl").rows())), [])
     spirals = {row.row: row.metrics for row in reversed(rows) if row.experiment == "spirals"}  # the first of a label
+    costs = spirals.get("activation cost", {}).get("relative_to_relu", {})
+    evidence = Evidence(rows, summarize(fig2) if fig2 else [], spirals, by_backbone, costs)
+    entries = ledger(evidence)
+    tables = [table_findings(table, rows, evidence.by_schedule()) for table in TABLES]
+    cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     return {
         "rule": verdict,
-        "claims": claims,
-        "verdicts": [(kind, [claim for claim in claims if claim.verdict is kind]) for kind in (*Verdict, None)],
-        "judged_on": Counter(claim.judged_on for claim in claims if claim.judged_on).most_common(),
-        "too_few": sum(claim.verdict is not None and not claim.judged_on for claim in claims),
+        "ledger": entries,
+        "verdicts": counts(entries),
+        "regimes": [regime for regime in regimes().values() if hypotheses_of(regime.name)],
+        "error_rates": [row for row in rows if row.experiment == "error_rates"],
+        "undecidable": undecidable(rows),
+        "power_needed": POWER,
         "figures": [
             {
                 "number": number,
@@ -85,7 +91,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         ],
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
-        "activation_costs": spirals.get("activation cost", {}).get("relative_to_relu", {}),
+        "activation_costs": costs,
         "spirals": spirals,
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
@@ -120,14 +126,6 @@ def table_1() -> list[dict[str, Any]]:
             output = "×".join(map(str, (*sides, channels)))
             layers.append({"kind": kind, "paper": paper, "output": output, **asdict(layer_cost)})
     return layers
-
-
-def claims_of(tables: Sequence[TableFindings]) -> list[RowFindings]:
-    """The claims of the tables; a network that stands in two tables counts once."""
-    claims: dict[tuple[str, str], RowFindings] = {}
-    for row in (row for findings in tables for row in findings.rows if not row.is_base):
-        claims.setdefault((row.entry.model, row.entry.spec), row)
-    return list(claims.values())
 
 
 def _costs(findings: TableFindings) -> list[dict[str, Any]]:

@@ -1,0 +1,102 @@
+"""What a claim is, and the kinds of evidence that test it, as data; ``report/ledger.py`` judges them on the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from deepsquare.paper.verdict import Hypothesis
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Hypotheses about rows of a regime, all of which the claim needs.
+
+    A row of the short schedule is named with ``@short`` in another regime.
+    """
+
+    regime: str
+    hypotheses: tuple[Hypothesis, ...]
+
+
+@dataclass(frozen=True)
+class FewImprove:
+    """Fewer than half of the rows of Tables 2 and 3 are better than the original network."""
+
+    regime: str
+
+
+@dataclass(frozen=True)
+class Spirals:
+    """ReLU-Square against ReLU on the spirals of a figure, by a metric of its rows."""
+
+    figure: int
+    metric: str
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The exact count of the pieces of decision regions, Figure 2."""
+
+    squares: bool
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters that a spec adds to a model, in per cent as the paper rounds them; None: no more than 0.1%."""
+
+    model: str
+    specs: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """The time of a spec relative to the plain network, one image: below ``limit``, or below that of every rival."""
+
+    backbone: str
+    spec: str
+    limit: float | None = None
+    rivals: tuple[str, ...] = ()
+    kernels: bool = True
+    reverse: bool = False  # the claim is that the time exceeds the limit
+
+
+@dataclass(frozen=True)
+class ActivationCost:
+    """softplus, tanh and sigmoid take longer than ReLU-Square."""
+
+    backward: bool
+
+
+@dataclass(frozen=True)
+class CheckedBy:
+    """An identity, which a test of the library checks."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class NotTested:
+    """Nothing here speaks to the claim."""
+
+    needs: str
+
+
+Test: TypeAlias = (
+    Accuracy | FewImprove | Spirals | Regions | Parameters | Overhead | ActivationCost | CheckedBy | NotTested
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim: where the paper makes it, in our words, its number, what counts as evidence, and the tests."""
+
+    key: str
+    place: str
+    statement: str
+    evidence: str
+    tests: tuple[Test, ...]
+    paper: str = ""
+    proxies: tuple[Accuracy, ...] = ()  # on other data than the claim is about
+    headline: bool = False  # among those that the page begins with

@@ -1,0 +1,67 @@
+"""The regimes in which accuracies are compared: data and schedule, and when the study's plan has them judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from deepsquare.paper.study.plan import read_plan
+
+SHORT, LONG, LONGEST = "CIFAR-10, 10 epochs", "CIFAR-10, every row", "CIFAR-10, 200 epochs"
+LONG_BASELINES = "CIFAR-10, baselines"
+TINY, TINY_SQUARES, TINY_BASELINES = (
+    "ShuffleNetV2-0.5×",
+    "ShuffleNetV2-0.5×, other squares",
+    "ShuffleNetV2-0.5×, baselines",
+)
+TINY_VANILLA, TINY_RESNET = "vanilla CNN, 200 classes", "ResNet10 of a quarter of the width"
+TITLES = {  # of the regimes whose family in the plan is called otherwise
+    LONG: "CIFAR-10, 60 epochs",
+    LONG_BASELINES: "CIFAR-10, 60 epochs",
+    TINY: "Tiny ImageNet, ShuffleNetV2-0.5×",
+    TINY_SQUARES: "Tiny ImageNet, ShuffleNetV2-0.5×",
+    TINY_BASELINES: "Tiny ImageNet, ShuffleNetV2-0.5×",
+    TINY_VANILLA: "Tiny ImageNet, vanilla CNN",
+    TINY_RESNET: "Tiny ImageNet, ResNet10",
+}
+SHORT_SUFFIX = "@short"  # of a row of the short schedule, in another regime
+TEST_IMAGES = 10_000  # of CIFAR-10; as many validation images of Tiny ImageNet
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Conditions under which accuracies are compared, and when: numbers of seeds with the alpha that each spends."""
+
+    name: str
+    experiment: str
+    schedule: str
+    looks: tuple[tuple[int, float], ...]
+    planned: Mapping[str, int] = field(hash=False)
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name, self.name)
+
+
+@cache
+def regimes() -> dict[str, Regime]:
+    """By name: the families of the study's plan that are judged, and the short schedule, which is older than it."""
+    plan = read_plan()
+    planned: dict[tuple[str, str], dict[str, int]] = {}
+    for family in plan.family:
+        rows = planned.setdefault((family.experiment, family.schedule), {})
+        for run in family.runs():
+            rows[run.row] = max(rows.get(run.row, 0), run.seed + 1)
+    short = Regime(SHORT, "cifar10", "short", ((3, 0.05),), {})
+    judged = [family for family in plan.family if any(family.alpha)]
+    return {SHORT: short} | {
+        family.name: Regime(
+            family.name,
+            family.experiment,
+            family.schedule,
+            tuple(zip(family.looks, family.alpha, strict=True)),
+            planned[family.experiment, family.schedule],
+        )
+        for family in judged
+    }
