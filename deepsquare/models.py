@@ -53,14 +53,14 @@ class ModelConfig:
 class ConvLayer(nn.Module):
     """A layer of Table 1: 3×3 convolution of stride 2, batch normalisation, ReLU."""
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 2) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1, bias=False)
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) → (N, out_channels, H/2, W/2)."""
+        """(N, in_channels, H, W) → (N, out_channels, H/stride, W/stride)."""
         out: Tensor = self.relu(self.bn(self.conv(x)))
         return out
 

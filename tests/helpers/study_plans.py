@@ -30,6 +30,19 @@ looks = [2]
 alpha = [0.05]
 hours = 2.0
 """
+ABLATION = """
+[[family]]
+name = "ablation"
+experiment = "cifar10_ablation"
+schedule = "lr × 1"
+rows = { "Original" = "", "GAP × 2" = "" }
+row_recipe = { "GAP × 2" = { pool_factor = 2.0 } }
+more_schedules = { "lr × 4" = { lr = 0.4 } }
+seeds = 2
+looks = [2]
+alpha = [0.05]
+hours = 1.0
+"""
 
 
 def write(path: Path, *parts: str, budget: float = 100) -> Path:

@@ -53,7 +53,11 @@ def test_runs_are_ordered_by_family_then_seed_and_no_run_is_in_two(tmp_path: Pat
         ("hours = 1.0", "hours = 1.0\nrecipe = { batch_size = 100001 }", "batch_size is 100001; expected at most the"),
         ("hours = 1.0", "hours = 1.0\nkwargs = { a = 1979-05-27 }", "line 3: family 'tiny': .*date is not JSON"),
         ('{ "plain" = "", "SP" = "pooling" }', "{}", "line 3: family 'tiny': rows is empty"),
-        ('"tiny_imagenet"', '"mnist"', r"'tiny': experiment is 'mnist': .*\(cifar10 or tiny_imagenet\)"),
+        (
+            '"tiny_imagenet"',
+            '"mnist"',
+            r"'tiny': experiment is 'mnist': .*\(cifar10, cifar10_ablation or tiny_imagenet\)",
+        ),
         ("[[family]]", "[family]", r"plan.toml: family: Expected `array`, got `object`; write \[\[family\]\]"),
         ("hours = 1.0\n", "", "line 3: family 'tiny': Object missing required field `hours`"),
         ("hours = 1.0", "hours = 1.0\nrecipe = { size = 48 }", "line 3: family 'tiny': size is 48; expected 32 or 64"),

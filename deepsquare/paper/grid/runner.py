@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from deepsquare._files import ensure_writable, lock, remove_stale_temps
 from deepsquare._threads import use_threads
 from deepsquare.models import create_model
+from deepsquare.paper.grid.after_training import measure
 from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.results import Row, Store, conditions, run_key
@@ -129,7 +131,9 @@ def build_model(run: TrainingRun) -> nn.Module:
 
 @dataclass(frozen=True)
 class InMemoryTraining:
-    """Trains on batches in memory. The seed determines the initial weights, batches, crops and flips.
+    """Trains on batches in memory, and measures what the trained network calls for (``after_training``).
+
+    The seed determines the initial weights, batches, crops and flips.
 
     How steps are computed is chosen for the network and the machine, kept beside the checkpoint, and stored in the row,
     from where other seeds take it.
@@ -149,7 +153,9 @@ class InMemoryTraining:
             if is_stored:
                 choice = without_failing_compiler(choice, model, run.recipe, batches)
             trainer = make_trainer(model, run.recipe, choice.step)
-            return train_to_row(run, trainer, batches, evaluation, checkpoint, on_progress, step=choice.metrics())
+            row = train_to_row(run, trainer, batches, evaluation, checkpoint, on_progress, step=choice.metrics())
+            measured = {} if row.metrics["diverged"] else measure(run, trainer.model, batches, evaluation)
+            return msgspec.structs.replace(row, metrics={**row.metrics, **measured})
 
 
 def train_to_row(

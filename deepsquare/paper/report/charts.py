@@ -58,7 +58,9 @@ def signed(value: float, digits: int = 2) -> str:
     return (text[1:] if float(text) == 0 else text).replace("-", "−")
 
 
-def _draw(size: Pair, margins: tuple[Pair, Pair], name: str, description: str, plot: Callable[[Axes], None]) -> Markup:
+def draw_svg(
+    size: Pair, margins: tuple[Pair, Pair], name: str, description: str, plot: Callable[[Axes], None]
+) -> Markup:
     """Draw one chart as inline SVG.
 
     Args:
@@ -151,7 +153,7 @@ def forest(findings: TableFindings) -> Markup | None:
         return ", ".join([f"{row.entry.label}: {paper}", *(f"{name} {signed(i.mean)}" for name, i in means if i)])
 
     description = "; ".join(map(describe, rows))
-    return _draw(size, ((102, 10), (38, legend_height)), f"forest {findings.table.number}", description, plot)
+    return draw_svg(size, ((102, 10), (38, legend_height)), f"forest {findings.table.number}", description, plot)
 
 
 def _limits(claims: Sequence[float], ours: Sequence[float]) -> Pair:
@@ -249,7 +251,7 @@ def _learning_curve(
 
     last = f"{mean[-1].mean:.2f}%" if mean else "no run left"
     description = f"{label}: test accuracy over {epochs} epochs, at the end {last}"
-    return _draw((180, 124), ((24, 6), (18, 7)), name, description, plot)
+    return draw_svg((180, 124), ((24, 6), (18, 7)), name, description, plot)
 
 
 def rooflines(functions: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
@@ -285,7 +287,7 @@ def _roofline(op: Mapping[str, Any]) -> Markup:
 
     speeds = ", ".join(f"{name} {line[-1][1]:.0f} GB/s" for name, line in points.items())
     name, description = f"roofline {op['function']}", f"{op['title']}, on the largest map: {speeds}"
-    return _draw((320, 206), ((34, 8), (34, 26)), name, description, plot)
+    return draw_svg((320, 206), ((34, 8), (34, 26)), name, description, plot)
 
 
 def accuracy_against_time(resnet50: Mapping[str, Any] | None) -> Markup | None:
@@ -315,7 +317,7 @@ def accuracy_against_time(resnet50: Mapping[str, Any] | None) -> Markup | None:
             axes.annotate(label, (time.high, entry.top1), (9, 0), textcoords="offset points", va="center", **style)
 
     description = "; ".join(f"{e.label}: {e.top1}% at {t.value:.2f} times the time" for e, t in points)
-    return _draw((440, 280), ((26, 80), (36, 12)), "accuracy against time", description, plot)
+    return draw_svg((440, 280), ((26, 80), (36, 12)), "accuracy against time", description, plot)
 
 
 def latency_charts(backbone: str, measured: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
@@ -342,4 +344,4 @@ def _latency_chart(backbone: str, latencies: Mapping[str, Any], limits: Pair) ->
 
     added = (f"{spec_title(spec)} {100 * times[threads[0]]['ratio'][0] - 100:+.1f}%" for spec, times in specs.items())
     description = f"{label}, time added with one thread: {', '.join(added)}"
-    return _draw(size, ((128, 10), (36, 24)), f"{backbone}, {label}", description, plot)
+    return draw_svg(size, ((128, 10), (36, 24)), f"{backbone}, {label}", description, plot)

@@ -16,6 +16,8 @@ from deepsquare.paper.claims import hypotheses_of
 from deepsquare.paper.fig2.experiment import summarize
 from deepsquare.paper.regimes import regimes
 from deepsquare.paper.report import bench, charts, figures
+from deepsquare.paper.report.ablations import ablations
+from deepsquare.paper.report.after_training import after_training
 from deepsquare.paper.report.evidence import RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.report.ledger import Evidence, counts, ledger
 from deepsquare.paper.report.study import study_families
@@ -98,6 +100,8 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
         "continued": table_findings(CONTINUED, rows),
         "study": study_families(rows),
+        "ablations": ablations(rows),
+        "after_training": after_training(rows),
         "backbones": by_backbone,
         "accuracy_against_time": charts.accuracy_against_time(by_backbone.get("resnet50")),
         "baselines": (baselines, _costs(baselines)),

@@ -1,6 +1,6 @@
 """Runs the study: what is missing of its plan, in the planned order, resumable at any moment."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +16,9 @@ from deepsquare._files import ensure_writable
 from deepsquare.data import cifar10, tiny_imagenet
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages, eval_batches
 from deepsquare.models import create_model
+from deepsquare.paper.cifar10 import ablation
 from deepsquare.paper.cifar10.experiment import Cifar10Data
+from deepsquare.paper.grid import runner
 from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, run_tasks
 from deepsquare.paper.options import OUT, OutputFolders
@@ -68,6 +70,13 @@ def build_model(run: TrainingRun) -> nn.Module:
     return equip(model, run.spec, dropout=recipe.dropout or None, input_shape=(3, recipe.size, recipe.size))
 
 
+BUILDERS: Mapping[str, Callable[[TrainingRun], nn.Module]] = {
+    "cifar10": runner.build_model,
+    "cifar10_ablation": ablation.build_model,
+    "tiny_imagenet": build_model,
+}
+
+
 def store_path(experiment: str, results: Path) -> Path:
     """The store of an experiment's rows."""
     return results / f"{experiment}.jsonl"
@@ -112,7 +121,7 @@ def run_study(
             f"{len(on_tiny)} of the {len(runs)} runs need Tiny ImageNet; give its folder as --data, or select other "
             f"families than {names} with --families"
         )
-    for run in {(run.model, run.spec, str(run.kwargs), run.recipe): run for run in on_tiny}.values():
+    for run in {(run.model, run.spec, str(run.kwargs), run.recipe): run for run in runs}.values():
         _check_model(run)
     for size in {run.recipe.size for run in on_tiny if isinstance(run.recipe, TinyImageNetRecipe)}:
         assert data is not None
@@ -128,17 +137,17 @@ def run_study(
 def _check_model(run: TrainingRun) -> None:
     """Fail early if a model cannot be built, for example without timm."""
     try:
-        build_model(run)
+        BUILDERS[run.experiment](run)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the plan's row {run.row!r} ({run.schedule}) has no usable model: {error}") from error
 
 
 def _task(run: TrainingRun, data: Path | None, cifar10_data: Path | None, results: Path) -> Task:
     path = store_path(run.experiment, results)
-    if run.experiment == "cifar10":
-        return Task(run, InMemoryTraining(Cifar10Data(cifar10_data)), path)
+    if run.experiment != "tiny_imagenet":
+        return Task(run, InMemoryTraining(Cifar10Data(cifar10_data), BUILDERS[run.experiment]), path)
     folder = Path() if data is None else data.expanduser().resolve()  # without data, all these runs have their rows
-    return Task(run, InMemoryTraining(TinyImageNetData(folder), build_model), path)
+    return Task(run, InMemoryTraining(TinyImageNetData(folder), BUILDERS[run.experiment]), path)
 
 
 def study_status(plan: Path, results: Path, names: Sequence[str] = ()) -> list[FamilyStatus]:

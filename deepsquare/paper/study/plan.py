@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from deepsquare.data.tiny_imagenet import IMAGES
+from deepsquare.paper.cifar10.ablation import AblationRecipe
 from deepsquare.paper.cifar10.experiment import SCHEDULES, table_runs
 from deepsquare.paper.grid.runner import TrainingRun
 from deepsquare.paper.tables import BASELINES_TABLE, TABLE_2, TABLE_3
@@ -62,7 +63,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows that are trained by one recipe and compared with each other."""
 
     name: str
-    experiment: Literal["cifar10", "tiny_imagenet"]
+    experiment: Literal["cifar10", "cifar10_ablation", "tiny_imagenet"]
     schedule: str  # stored in the rows
     rows: dict[str, str] | list[str]  # labels with specs; on CIFAR-10 labels of the tables
     seeds: int
@@ -72,6 +73,8 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = VANILLA
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)  # of create_model
     recipe: dict[str, Any] = msgspec.field(default_factory=dict)
+    row_recipe: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # fields that differ, by row
+    more_schedules: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # the same rows, with other fields
 
     def check(self) -> None:
         """Fail if values do not fit together."""
@@ -101,7 +104,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.experiment == "cifar10":
             if self.schedule not in SCHEDULES:
                 raise ValueError(f"schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
-            if self.recipe or self.kwargs or self.model != VANILLA:
+            if self.recipe or self.row_recipe or self.more_schedules or self.kwargs or self.model != VANILLA:
                 raise ValueError(
                     f"it has a recipe, kwargs or a model; on CIFAR-10 the schedule names the recipe of {VANILLA}"
                 )
@@ -110,12 +113,23 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return table_runs((TABLE_2, TABLE_3, BASELINES_TABLE), self.schedule, self.seeds, self.rows)
         if isinstance(self.rows, list):
             raise ValueError("rows is a list; expected labels with their specs")
-        recipe = TinyImageNetRecipe(**convert_recipe_fields(TinyImageNetRecipe, self.recipe))
+        if unknown := self.row_recipe.keys() - self.rows.keys():
+            raise ValueError(f"row_recipe has {', '.join(sorted(unknown))}; expected labels of rows")
+        if self.schedule in self.more_schedules:
+            raise ValueError(f"more_schedules has {self.schedule!r}, which is the schedule")
+        if self.experiment == "cifar10_ablation" and (self.kwargs or self.model != VANILLA):
+            raise ValueError(f"it has kwargs or a model; an ablation on CIFAR-10 is one of {VANILLA}")
         return [
-            TrainingRun("tiny_imagenet", label, seed, self.model, spec, self.schedule, recipe, kwargs=self.kwargs)
+            TrainingRun(self.experiment, label, seed, self.model, spec, schedule, recipe, kwargs=self.kwargs)
             for seed in range(self.seeds)
+            for schedule, changes in {self.schedule: {}, **self.more_schedules}.items()
             for label, spec in self.rows.items()
+            for recipe in [self._recipe({**changes, **self.row_recipe.get(label, {})})]
         ]
+
+    def _recipe(self, changes: Mapping[str, Any]) -> TinyImageNetRecipe | AblationRecipe:
+        kind = AblationRecipe if self.experiment == "cifar10_ablation" else TinyImageNetRecipe
+        return kind(**convert_recipe_fields(kind, {**self.recipe, **changes}))
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,7 +220,7 @@ def _explain(text: str, error: str) -> str:
     given = family.get(field) if isinstance(family, dict) else None
     value = f" is {given!r}" if given is not None else ""
     name = f" family {family['name']!r}:" if isinstance(family, dict) and "name" in family else ""
-    allowed = " (cifar10 or tiny_imagenet)" if field == "experiment" else ""
+    allowed = " (cifar10, cifar10_ablation or tiny_imagenet)" if field == "experiment" else ""
     return f"{_line(text, number)}:{name} {f'{field}{value}: ' if field else ''}{reason}{allowed}"
 
 
