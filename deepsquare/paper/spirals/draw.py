@@ -3,7 +3,7 @@
 Trajectories and decision regions are those of the network with the median test loss, not of the best one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -170,6 +170,53 @@ def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> 
     axes.axvline(len(LRS["adam"]) - 0.5, color="black", linewidth=1)
     for x, name in ((0.28, "Adam"), (0.79, "SGD")):
         axes.text(x, -0.2 * 2 / len(kinds), name, transform=axes.transAxes, fontsize=9, ha="center", va="top")
+
+
+SCHEDULES = {
+    "default": "Adam at 0.001,\nnot tuned",
+    "constant": "tuned,\nconstant rate",
+    "decay": "tuned,\nrate decays",
+}
+VERDICTS = {"reproduced": COLORS["relu_square"], "contrary": COLORS["relu"], "inconclusive": "0.45"}
+
+
+def regimes(judgements: Sequence[Mapping[str, Any]]) -> Figure:
+    """The difference between ReLU-Square and ReLU with its interval, by regime; a panel for each task and metric."""
+    panels = list(dict.fromkeys((found["task"], found["metric"]) for found in judgements))
+    figure = _figure(10.5, 4.4, "mean and 95% interval over the seeds, paired by seed; the axis is linear near 0")
+    for axes, (task, metric) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        shown = [found for found in judgements if (found["task"], found["metric"]) == (task, metric)]
+        _differences(axes, shown, metric)
+        better = "higher" if metric == "accuracy" else "lower"
+        _title(axes, f"{task} spiral: {metric}", f"{better} is better for ReLU-Square")
+    handles = [Patch(color=color, label=label) for label, color in _verdict_labels().items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
+    return figure
+
+
+def _verdict_labels() -> dict[str, str]:
+    labels = ("ReLU-Square better", "ReLU better", "no difference shown")
+    return dict(zip(labels, VERDICTS.values(), strict=True))
+
+
+def _differences(axes: Axes, shown: Sequence[Mapping[str, Any]], metric: str) -> None:
+    """One line per regime, those of a schedule together; losses in per cent of ReLU's mean."""
+    y, ticks = 0.0, []
+    for schedule in SCHEDULES:
+        group = [found for found in shown if found["schedule"] == schedule]
+        for found in group:
+            y += 1
+            difference, color = found["difference"], VERDICTS[found["verdict"].value]
+            scale = 1 if metric == "accuracy" else 100 / found["relu"].mean
+            mean, half = scale * difference.mean, scale * difference.half
+            axes.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=4, capsize=2.5, linewidth=1.4)
+            ticks.append((y, f"{found['steps']:,}"))
+        y += 0.8
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=1 if metric == "accuracy" else 10)
+    axes.set_yticks(*zip(*ticks, strict=True), fontsize=8)
+    axes.set_ylim(y, 0.2)
+    axes.set_xlabel("accuracy difference (points)" if metric == "accuracy" else "loss difference (% of ReLU’s)")
 
 
 def log_ratio(square: Array, relu: Array) -> Array:
