@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.report import Page, write_store
+from msgspec import structs
 from scipy import stats
 
+from deepsquare.cost import Cost
+from deepsquare.paper.report import render
 from deepsquare.paper.spirals import ablation, experiment, regimes
 from deepsquare.paper.spirals.ablation import PAIR
 from deepsquare.paper.spirals.networks import ONE_ARM, THREE_ARMS, Networks, train
@@ -123,6 +127,26 @@ def test_rows_name_the_chosen_settings(rows: list[Row]) -> None:
         assert chosen["validation_loss"] == pytest.approx(means.min(), rel=1e-3)
         assert by_name["one-arm/loss/default/40"].metrics[name]["setting"]["lr"] == 0.001
         assert by_name["three-arm/accuracy/default/8"].metrics[name]["validation_accuracy"] is None
+
+
+def test_the_pages_show_every_regime(rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Cost(parameters=1, macs=1, elementwise_muls=1, activation_bytes=1)  # of the large networks: slow to count
+    monkeypatch.setattr("deepsquare.paper.report.page.cost_of", lambda model, spec: costs)
+    (tmp_path / "spirals_regimes.png").write_bytes(b"\x89PNG")
+    page = Page(render([write_store(rows, tmp_path)], [tmp_path], tmp_path))
+    lines = [line for line in page.tables["regimes"] if line[0] != "Training"]
+    assert len(lines) == 9 + 2 * 12
+    assert len([address for address in page.addresses if address.startswith("data:image/png")]) == 1
+    older = structs.replace(rows[1], metrics={**rows[1].metrics, "difference": {}})  # of rows with one label the first
+    shown = regimes.judgements([*rows, older])["one-arm", "loss"][0]
+    assert lines[0][:2] == ["Adam at 0.001, not tuned", "10"]
+    assert lines[0][4] == shown["difference"].format(signed=True)
+    assert shown["verdict"].value in lines[0][-1]
+    counts = [found["verdict"] for found in regimes.judgements(rows)["one-arm", "loss"]].count(Verdict.CONTRARY)
+    assert f"contrary</span> in {counts}, " in page.text
+    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert f"| Adam at 0.001, not tuned | 10 | {shown['relu'].format()} |" in summary
+    assert page.line("conditions", "spirals_regimes")[2] == "4 a network"
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from deepsquare.paper.fig2.experiment import summarize
 from deepsquare.paper.report import bench, charts, figures
 from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.report.study import study_families
+from deepsquare.paper.spirals import regimes
+from deepsquare.paper.spirals.draw import SCHEDULES
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.paper.verdict import Verdict
 from deepsquare.results import Row, Store
@@ -83,6 +85,9 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
             }
             for number, (title, task, smoothness) in figures.FIGURES.items()
         ],
+        "regimes": regimes.judgements(rows),
+        "regimes_image": figures.figure_data_uri("spirals_regimes.png", images),
+        "schedules": SCHEDULES,
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
         "activation_costs": spirals.get("activation cost", {}).get("relative_to_relu", {}),
@@ -156,7 +161,9 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs, hardware, versions and commits of each experiment of the page."""
-    shown = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
+    shown = [
+        row for row in rows if row.experiment in ("fig2", "spirals", regimes.EXPERIMENT) or RunResult.from_row(row)
+    ]
     experiments = []
     for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items()):
         dates = sorted(row.date[:10] for row in group if row.date)

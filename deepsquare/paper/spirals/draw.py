@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter
 
 from deepsquare.paper.spirals.data import NOISE, Array, trajectory
 from deepsquare.paper.spirals.measures import TIMES, boundary_turn, largest_turn, on_grid, paths
@@ -29,6 +30,16 @@ ARM_COLORS = ("#0072B2", "#E69F00", "#009E73")
 ARM_TINTS = ("#b3d4e8", "#f7dfae", "#b0dccb")
 ARM_MARKERS = ("o", "s", "^")
 MAIN = ("relu", "relu_square")
+SCHEDULES = {  # of regimes.py
+    "default": "Adam at 0.001, not tuned",
+    "constant": "tuned, constant rate",
+    "decay": "tuned, rate decays",
+}
+VERDICTS = {
+    "reproduced": ("ReLU-Square better", COLORS["relu_square"]),
+    "contrary": ("ReLU better", COLORS["relu"]),
+    "inconclusive": ("no significant difference", "0.45"),
+}
 BANDS = "median over the seeds; bands: the middle 50% and 90%; dot: number of steps chosen on validation data"
 MEDIAN = "(b), (c): of {} networks the one with the median test loss"
 TITLES = ("(b) With DeepSquare", "(c) Without DeepSquare")
@@ -172,51 +183,43 @@ def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> 
         axes.text(x, -0.2 * 2 / len(kinds), name, transform=axes.transAxes, fontsize=9, ha="center", va="top")
 
 
-SCHEDULES = {
-    "default": "Adam at 0.001,\nnot tuned",
-    "constant": "tuned,\nconstant rate",
-    "decay": "tuned,\nrate decays",
-}
-VERDICTS = {"reproduced": COLORS["relu_square"], "contrary": COLORS["relu"], "inconclusive": "0.45"}
-
-
-def regimes(judgements: Sequence[Mapping[str, Any]]) -> Figure:
+def regimes(judgements: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> Figure:
     """The difference between ReLU-Square and ReLU with its interval, by regime; a panel for each task and metric."""
-    panels = list(dict.fromkeys((found["task"], found["metric"]) for found in judgements))
-    figure = _figure(10.5, 4.4, "mean and 95% interval over the seeds, paired by seed; the axis is linear near 0")
-    for axes, (task, metric) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        shown = [found for found in judgements if (found["task"], found["metric"]) == (task, metric)]
-        _differences(axes, shown, metric)
-        better = "higher" if metric == "accuracy" else "lower"
-        _title(axes, f"{task} spiral: {metric}", f"{better} is better for ReLU-Square")
-    handles = [Patch(color=color, label=label) for label, color in _verdict_labels().items()]
+    note = "mean and 95% interval over the seeds, paired by seed; axes are logarithmic beyond the dotted lines"
+    figure = _figure(10.5, 5, note)
+    for axes, ((task, metric), shown) in zip(figure.subplots(1, len(judgements)), judgements.items(), strict=True):
+        accuracy = metric == "accuracy"
+        _differences(axes, shown, relative=not accuracy)
+        axes.set_xlabel("ReLU-Square minus ReLU " + ("(points)" if accuracy else "(% of ReLU’s mean)"), fontsize=9)
+        better = "right" if accuracy else "left"
+        _title(axes, f"{task} spiral: {metric}", f"ReLU-Square is better to the {better} of 0")
+    handles = [Patch(color=color, label=label) for label, color in VERDICTS.values()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
-def _verdict_labels() -> dict[str, str]:
-    labels = ("ReLU-Square better", "ReLU better", "no difference shown")
-    return dict(zip(labels, VERDICTS.values(), strict=True))
-
-
-def _differences(axes: Axes, shown: Sequence[Mapping[str, Any]], metric: str) -> None:
-    """One line per regime, those of a schedule together; losses in per cent of ReLU's mean."""
-    y, ticks = 0.0, []
-    for schedule in SCHEDULES:
-        group = [found for found in shown if found["schedule"] == schedule]
-        for found in group:
+def _differences(axes: Axes, shown: Sequence[Mapping[str, Any]], relative: bool) -> None:
+    """One line for each regime under the name of its schedule; ``relative`` to ReLU's mean, in per cent."""
+    y, ticks, linear = 0.0, [], 10 if relative else 1
+    for schedule, name in SCHEDULES.items():
+        y += 1.2
+        text: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
+        axes.text(0.02, y, name, transform=axes.get_yaxis_transform(), **text)
+        for found in (found for found in shown if found["schedule"] == schedule):
             y += 1
-            difference, color = found["difference"], VERDICTS[found["verdict"].value]
-            scale = 1 if metric == "accuracy" else 100 / found["relu"].mean
-            mean, half = scale * difference.mean, scale * difference.half
-            axes.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=4, capsize=2.5, linewidth=1.4)
+            difference, scale = found["difference"], 100 / found["relu"].mean if relative else 1
+            _, color = VERDICTS[found["verdict"].value]
+            bar: dict[str, Any] = {"fmt": "o", "color": color, "markersize": 4, "capsize": 2.5, "linewidth": 1.4}
+            axes.errorbar(scale * difference.mean, y, xerr=scale * difference.half, **bar)
             ticks.append((y, f"{found['steps']:,}"))
-        y += 0.8
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xscale("symlog", linthresh=1 if metric == "accuracy" else 10)
+    for x, style in ((0, "-"), (-linear, ":"), (linear, ":")):
+        axes.axvline(x, color="0.3", linewidth=0.8, linestyle=style, zorder=0)
+    axes.set_xscale("symlog", linthresh=linear, subs=(2, 5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
     axes.set_yticks(*zip(*ticks, strict=True), fontsize=8)
-    axes.set_ylim(y, 0.2)
-    axes.set_xlabel("accuracy difference (points)" if metric == "accuracy" else "loss difference (% of ReLU’s)")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_ylim(y + 0.8, 0.4)
+    axes.set_ylabel("steps", fontsize=9)
 
 
 def log_ratio(square: Array, relu: Array) -> Array:

@@ -282,23 +282,26 @@ def _row(name: str, recipe: Mapping[str, Any], metrics: Mapping[str, Any], secon
     return Row(EXPERIMENT, name, 0, recipe, metrics, round(seconds, 2), **conditions())
 
 
-def judgements(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What was judged, as the figure and the pages show it."""
-    shown = []
-    for row in (row for row in rows if row.experiment == EXPERIMENT and "difference" in row.metrics):
+def judgements(rows: Sequence[Row]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """What was judged, by task and metric, as the figure and the pages show it; of rows with one label the first."""
+    shown: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    first: dict[str, Row] = {}
+    for row in rows:
+        if row.experiment == EXPERIMENT and "difference" in row.metrics:
+            first.setdefault(row.row, row)
+    for row in first.values():
         recipe, metrics, metric = row.recipe, row.metrics, row.recipe["metric"]
-        n, unit = recipe["seeds"], 100 if metric == "accuracy" else 1  # per cent
-        shown.append(
-            {
-                **{name: recipe[name] for name in ("task", "metric", "schedule", "steps")},
-                **{name: Interval.read(metrics[name], n, unit) for name in (*PAIR, "difference")},
-                "settings": {name: metrics[name]["setting"] for name in PAIR},
-                "diverged": {name: metrics[name]["diverged"] for name in PAIR},
-                "median": unit * metrics["difference"]["median"],
-                **{name: metrics["difference"][name] for name in ("share_better", "share_equal", "p_holm")},
-                "verdict": verdict(metric, metrics["difference"], n),
-            }
-        )
+        difference, n, unit = metrics["difference"], recipe["seeds"], 100 if metric == "accuracy" else 1  # per cent
+        judged = {
+            **{name: recipe[name] for name in ("schedule", "steps")},
+            **{name: Interval.read(metrics[name], n, unit) for name in (*PAIR, "difference")},
+            "settings": {name: metrics[name]["setting"] for name in PAIR},
+            "diverged": {name: metrics[name]["diverged"] for name in PAIR},
+            "median": unit * difference["median"],
+            **{name: difference[name] for name in ("share_better", "share_equal", "p_holm")},
+            "verdict": verdict(metric, difference, n),
+        }
+        shown.setdefault((recipe["task"], metric), []).append(judged)
     return shown
 
 
@@ -307,14 +310,12 @@ def _summary(rows: Sequence[Row], *paths: str) -> Table:
     caption = "\n".join(["mean ± 95% interval, paired by seed; is ReLU-Square better than ReLU?", *map(escape, paths)])
     title = "Figures 4 and 6 by training regime: ReLU-Square minus ReLU"
     table = Table(title=title, caption=caption, caption_justify="left")
-    for heading in ("", "steps", "difference", "better in", "verdict"):
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    for found in judgements(rows):
-        table.add_row(
-            f"{found['task']}, {found['metric']}, {found['schedule']}",
-            f"{found['steps']:,}",
-            found["difference"].format(signed=True),
-            f"{found['share_better']:.0%}",
-            found["verdict"].value,
-        )
+    for heading in ("training", "steps", "difference", "better in", "verdict"):
+        table.add_column(heading, justify="left" if heading == "training" else "right", no_wrap=True)
+    for (task, metric), group in judgements(rows).items():
+        table.add_section()
+        table.add_row(f"[bold]{task}: {metric}[/bold]")
+        for found in group:
+            difference, share = found["difference"].format(signed=True), f"{found['share_better']:.0%}"
+            table.add_row(found["schedule"], f"{found['steps']:,}", difference, share, found["verdict"].value)
     return table
