@@ -43,6 +43,17 @@ def _spirals(description: str) -> Callable[..., None]:
     return spirals
 
 
+def regimes(*, seeds: int = 100, output: OutputFolders = OUT) -> None:
+    """Figures 4 and 6 by training regime: ReLU-Square against ReLU by number of steps and learning rate.
+
+    Args:
+        seeds: How many networks of each activation are judged in each regime.
+    """
+    from deepsquare.paper.spirals.regimes import run
+
+    run(output.figures, output.results, seeds=seeds)
+
+
 def everything(
     *,
     schedule: Schedule = "quick",
@@ -75,6 +86,7 @@ EXPERIMENTS: dict[str, Callable[..., bool | None]] = {
     "fig4": _spirals("Figure 4: test loss of the regression on the one-arm spiral"),
     "fig5": _spirals("Figure 5: decision regions of the three-arm spiral with ReLU-Square and with ReLU"),
     "fig6": _spirals("Figure 6: test loss and accuracy of the classification of the three-arm spiral"),
+    "regimes": regimes,
     "table2": table_experiment("Table 2: squares at each position of the vanilla CNN, on CIFAR-10", TABLE_2),
     "table3": table_experiment("Table 3: Square-Pooling, GeM and higher moments in the vanilla CNN", TABLE_3),
     "baselines": table_experiment("Not in the paper: the baselines in the vanilla CNN", BASELINES_TABLE),

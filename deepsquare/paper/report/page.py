@@ -12,9 +12,7 @@ from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
-from deepsquare.paper.claims import hypotheses_of
 from deepsquare.paper.fig2.experiment import summarize
-from deepsquare.paper.regimes import regimes
 from deepsquare.paper.report import bench, charts, figures
 from deepsquare.paper.report.ablations import ablations
 from deepsquare.paper.report.after_training import after_training
@@ -22,6 +20,8 @@ from deepsquare.paper.report.evidence import RunResult, TableFindings, grouped, 
 from deepsquare.paper.report.ledger import Evidence, counts, ledger
 from deepsquare.paper.report.study import study_families
 from deepsquare.paper.simulation import POWER, undecidable
+from deepsquare.paper.spirals import regimes as spiral_regimes
+from deepsquare.paper.spirals.draw import SCHEDULES
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
 from deepsquare.results import Row, Store
 
@@ -77,7 +77,6 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "rule": verdict,
         "ledger": entries,
         "verdicts": counts(entries),
-        "regimes": [regime for regime in regimes().values() if hypotheses_of(regime.name)],
         "error_rates": [row for row in rows if row.experiment == "error_rates"],
         "undecidable": undecidable(rows),
         "power_needed": POWER,
@@ -91,6 +90,9 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
             }
             for number, (title, task, smoothness) in figures.FIGURES.items()
         ],
+        "regimes": spiral_regimes.judgements(rows),
+        "regimes_image": figures.figure_data_uri("spirals_regimes.png", images),
+        "schedules": SCHEDULES,
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
         "activation_costs": costs,
@@ -158,7 +160,9 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs, hardware, versions and commits of each experiment of the page."""
-    shown = [row for row in rows if row.experiment in ("fig2", "spirals") or RunResult.from_row(row)]
+    shown = [
+        row for row in rows if row.experiment in ("fig2", "spirals", regimes.EXPERIMENT) or RunResult.from_row(row)
+    ]
     experiments = []
     for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items()):
         dates = sorted(row.date[:10] for row in group if row.date)

@@ -3,7 +3,7 @@
 Trajectories and decision regions are those of the network with the median test loss, not of the best one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter
 
 from deepsquare.paper.spirals.data import NOISE, Array, trajectory
 from deepsquare.paper.spirals.measures import TIMES, boundary_turn, largest_turn, on_grid, paths
@@ -29,6 +30,16 @@ ARM_COLORS = ("#0072B2", "#E69F00", "#009E73")
 ARM_TINTS = ("#b3d4e8", "#f7dfae", "#b0dccb")
 ARM_MARKERS = ("o", "s", "^")
 MAIN = ("relu", "relu_square")
+SCHEDULES = {  # of regimes.py
+    "default": "Adam at 0.001, not tuned",
+    "constant": "tuned, constant rate",
+    "decay": "tuned, rate decays",
+}
+VERDICTS = {
+    "reproduced": ("ReLU-Square better", COLORS["relu_square"]),
+    "contrary": ("ReLU better", COLORS["relu"]),
+    "inconclusive": ("no significant difference", "0.45"),
+}
 BANDS = "median over the seeds; bands: the middle 50% and 90%; dot: number of steps chosen on validation data"
 MEDIAN = "(b), (c): of {} networks the one with the median test loss"
 TITLES = ("(b) With DeepSquare", "(c) Without DeepSquare")
@@ -170,6 +181,45 @@ def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> 
     axes.axvline(len(LRS["adam"]) - 0.5, color="black", linewidth=1)
     for x, name in ((0.28, "Adam"), (0.79, "SGD")):
         axes.text(x, -0.2 * 2 / len(kinds), name, transform=axes.transAxes, fontsize=9, ha="center", va="top")
+
+
+def regimes(judgements: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> Figure:
+    """The difference between ReLU-Square and ReLU with its interval, by regime; a panel for each task and metric."""
+    note = "mean and 95% interval over the seeds, paired by seed; axes are logarithmic beyond the dotted lines"
+    figure = _figure(10.5, 5, note)
+    for axes, ((task, metric), shown) in zip(figure.subplots(1, len(judgements)), judgements.items(), strict=True):
+        accuracy = metric == "accuracy"
+        _differences(axes, shown, relative=not accuracy)
+        axes.set_xlabel("ReLU-Square minus ReLU " + ("(points)" if accuracy else "(% of ReLU’s mean)"), fontsize=9)
+        better = "right" if accuracy else "left"
+        _title(axes, f"{task} spiral: {metric}", f"ReLU-Square is better to the {better} of 0")
+    handles = [Patch(color=color, label=label) for label, color in VERDICTS.values()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
+    return figure
+
+
+def _differences(axes: Axes, shown: Sequence[Mapping[str, Any]], relative: bool) -> None:
+    """One line for each regime under the name of its schedule; ``relative`` to ReLU's mean, in per cent."""
+    y, ticks, linear = 0.0, [], 10 if relative else 1
+    for schedule, name in SCHEDULES.items():
+        y += 1.2
+        text: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
+        axes.text(0.02, y, name, transform=axes.get_yaxis_transform(), **text)
+        for found in (found for found in shown if found["schedule"] == schedule):
+            y += 1
+            difference, scale = found["difference"], 100 / found["relu"].mean if relative else 1
+            _, color = VERDICTS[found["verdict"].value]
+            bar: dict[str, Any] = {"fmt": "o", "color": color, "markersize": 4, "capsize": 2.5, "linewidth": 1.4}
+            axes.errorbar(scale * difference.mean, y, xerr=scale * difference.half, **bar)
+            ticks.append((y, f"{found['steps']:,}"))
+    for x, style in ((0, "-"), (-linear, ":"), (linear, ":")):
+        axes.axvline(x, color="0.3", linewidth=0.8, linestyle=style, zorder=0)
+    axes.set_xscale("symlog", linthresh=linear, subs=(2, 5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
+    axes.set_yticks(*zip(*ticks, strict=True), fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_ylim(y + 0.8, 0.4)
+    axes.set_ylabel("steps", fontsize=9)
 
 
 def log_ratio(square: Array, relu: Array) -> Array:

@@ -23,11 +23,10 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 CURVE = 40  # points of a training curve
 
 
-def grid(task: Task) -> tuple[Setting, ...]:
+def grid(task: Task, lrs: Mapping[Optimizer, tuple[float, ...]] = LRS) -> tuple[Setting, ...]:
     """All settings of a task. Only times are standardized: the points of the three arms are already centered."""
     scalings: tuple[Scaling, ...] = ("raw", "standardised") if task.inputs == 1 else ("raw",)
-    lrs = [(optimizer, lr) for optimizer, values in LRS.items() for lr in values]
-    choices = product(scalings, KINDS, lrs)
+    choices = product(scalings, KINDS, [(optimizer, lr) for optimizer, values in lrs.items() for lr in values])
     return tuple(Setting(optimizer, lr, kind, scaling) for scaling, kind, (optimizer, lr) in choices)
 
 
