@@ -78,12 +78,20 @@ class Median(NamedTuple):
 
 
 def median(values: Sequence[float]) -> Median:
-    """For times, which have outliers: a rank-based interval, which is the range for fewer than 9 values."""
+    """For times, which have outliers: a rank-based interval, which is the range for fewer than 9 values.
+
+    ``bounds_label`` names it: the range of fewer than 6 values covers the median with less than 95%.
+    """
     from scipy import stats
 
     ordered = sorted(values)
     rank = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1)
     return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])
+
+
+def bounds_label(n: int, values: str = "rounds") -> str:
+    """What the bounds of the median of ``n`` values are; the range covers it with probability 1 - 2·0.5ⁿ."""
+    return f"{CONFIDENCE:.0%} interval" if 1 - 2 * 0.5**n >= CONFIDENCE else f"range of {n} {values}"
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:
