@@ -89,9 +89,14 @@ def median(values: Sequence[float]) -> Median:
     return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])
 
 
+def has_interval(n: int) -> bool:
+    """Whether ``n`` values are enough for a 95% interval of their median; the range covers it with 1 - 2·0.5ⁿ."""
+    return 1 - 2 * 0.5**n >= CONFIDENCE
+
+
 def bounds_label(n: int, values: str = "rounds") -> str:
-    """What the bounds of the median of ``n`` values are; the range covers it with probability 1 - 2·0.5ⁿ."""
-    return f"{CONFIDENCE:.0%} interval" if 1 - 2 * 0.5**n >= CONFIDENCE else f"range of {n} {values}"
+    """What the bounds of the median of ``n`` values are."""
+    return f"{CONFIDENCE:.0%} interval" if has_interval(n) else f"range of {n} {values}"
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:

@@ -14,7 +14,7 @@ from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
-from deepsquare.paper.report import bench, charts, figures
+from deepsquare.paper.report import activations, bench, charts, figures
 from deepsquare.paper.report.evidence import RowFindings, RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.report.study import study_families
 from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
@@ -61,7 +61,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     tables = [table_findings(table, rows) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     claims = claims_of(cifar)
-    by_backbone = bench.backbones(rows)
+    by_backbone, table_6 = bench.backbones(rows), bench.table_6(rows)
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = bench.op_times(rows)
     latencies = bench.latencies(rows)
@@ -85,7 +85,8 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         ],
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
-        "activation_costs": spirals.get("activation cost", {}).get("relative_to_relu", {}),
+        "activation_costs": activations.activation_costs(rows),
+        "activation_titles": activations.TITLES,
         "spirals": spirals,
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
@@ -93,9 +94,11 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "continued": table_findings(CONTINUED, rows),
         "study": study_families(rows),
         "backbones": by_backbone,
-        "accuracy_against_time": charts.accuracy_against_time(by_backbone.get("resnet50")),
+        "table_6": table_6,
+        "accuracy_against_time": charts.accuracy_against_time(table_6),
         "baselines": (baselines, _costs(baselines)),
         "ops": functions,
+        "gem": bench.gem_costs(functions),
         "rooflines": charts.rooflines(functions),
         "bench": bench,
         "deployed_backbones": [(name, group, charts.latency_charts(name, group)) for name, group in latencies.items()],
