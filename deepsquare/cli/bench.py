@@ -5,6 +5,13 @@ from collections.abc import Callable
 
 def commands() -> dict[str, Callable[..., None]]:
     """The benchmarks by name."""
-    from deepsquare.paper.bench import data, deployment, models, ops, train
+    from deepsquare.paper.bench import activations, data, deployment, models, ops, train
 
-    return {"train": train.run, "models": models.run, "ops": ops.run, "data": data.run, "deployment": deployment.run}
+    return {
+        "train": train.run,
+        "models": models.run,
+        "ops": ops.run,
+        "activations": activations.run,
+        "data": data.run,
+        "deployment": deployment.run,
+    }

@@ -11,13 +11,14 @@ from deepsquare.paper.verdict import Hypothesis
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Hypotheses about rows of a regime, all of which the claim needs.
+    """Hypotheses about rows of a regime, all of which the claim needs, or any.
 
     A row of the short schedule is named with ``@short`` in another regime.
     """
 
     regime: str
     hypotheses: tuple[Hypothesis, ...]
+    any: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,46 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class SpiralRegimes:
+    """ReLU-Square against ReLU by the length and learning rate of training."""
+
+    task: str
+    metric: str
+
+
+@dataclass(frozen=True)
 class Overhead:
-    """The time of a spec relative to the plain network, one image: below ``limit``, or below that of every rival."""
+    """The time of one image relative to the plain network: below ``limit``; or above it and above others in PyTorch."""
 
     backbone: str
     spec: str
-    limit: float | None = None
-    rivals: tuple[str, ...] = ()
-    kernels: bool = True
-    reverse: bool = False  # the claim is that the time exceeds the limit
+    limit: float
+    heavier_than: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeastTime:
+    """SP & SEx adds the least inference time of the methods of Table 6."""
+
+    kernels: bool
 
 
 @dataclass(frozen=True)
 class ActivationCost:
     """softplus, tanh and sigmoid take longer than ReLU-Square."""
 
+    form: str
     backward: bool
+
+
+@dataclass(frozen=True)
+class SignShares:
+    """Networks with Square-Softmin have classes on both sides of x = 0."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A linear probe on G = M² + S² is better than one on M."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +109,19 @@ class NotTested:
 
 
 Test: TypeAlias = (
-    Accuracy | FewImprove | Spirals | Regions | Parameters | Overhead | ActivationCost | CheckedBy | NotTested
+    Accuracy
+    | FewImprove
+    | Spirals
+    | SpiralRegimes
+    | Regions
+    | Parameters
+    | Overhead
+    | LeastTime
+    | ActivationCost
+    | SignShares
+    | Probe
+    | CheckedBy
+    | NotTested
 )
 
 

@@ -16,9 +16,15 @@ TINY, TINY_SQUARES, TINY_BASELINES = (
     "ShuffleNetV2-0.5×, baselines",
 )
 TINY_VANILLA, TINY_RESNET = "vanilla CNN, 200 classes", "ResNet10 of a quarter of the width"
+DEEPSQUARE6, ACTIVATIONS, SOFTMIN_START = "DeepSquare6", "activations and depth", "Square-Softmin start"
 TITLES = {  # of the regimes whose family in the plan is called otherwise
     LONG: "CIFAR-10, 60 epochs",
     LONG_BASELINES: "CIFAR-10, 60 epochs",
+    DEEPSQUARE6: "CIFAR-10, 10 epochs",
+    f"{DEEPSQUARE6}, lr × 1/4": "CIFAR-10, 10 epochs, a quarter of the learning rate",
+    f"{DEEPSQUARE6}, lr × 4": "CIFAR-10, 10 epochs, four times the learning rate",
+    ACTIVATIONS: "CIFAR-10, 10 epochs",
+    SOFTMIN_START: "CIFAR-10, 10 epochs",
     TINY: "Tiny ImageNet, ShuffleNetV2-0.5×",
     TINY_SQUARES: "Tiny ImageNet, ShuffleNetV2-0.5×",
     TINY_BASELINES: "Tiny ImageNet, ShuffleNetV2-0.5×",
@@ -50,18 +56,16 @@ def regimes() -> dict[str, Regime]:
     plan = read_plan()
     planned: dict[tuple[str, str], dict[str, int]] = {}
     for family in plan.family:
-        rows = planned.setdefault((family.experiment, family.schedule), {})
         for run in family.runs():
+            rows = planned.setdefault((run.experiment, run.schedule), {})
             rows[run.row] = max(rows.get(run.row, 0), run.seed + 1)
     short = Regime(SHORT, "cifar10", "short", ((3, 0.05),), {})
-    judged = [family for family in plan.family if any(family.alpha)]
-    return {SHORT: short} | {
-        family.name: Regime(
-            family.name,
-            family.experiment,
-            family.schedule,
-            tuple(zip(family.looks, family.alpha, strict=True)),
-            planned[family.experiment, family.schedule],
-        )
-        for family in judged
-    }
+    named = {SHORT: short}
+    for family in plan.family:
+        if any(family.alpha):
+            looks = tuple(zip(family.looks, family.alpha, strict=True))
+            for schedule in (family.schedule, *family.more_schedules):
+                name = family.name if schedule == family.schedule else f"{family.name}, {schedule}"
+                rows = planned[family.experiment, schedule]
+                named[name] = Regime(name, family.experiment, schedule, looks, rows)
+    return named

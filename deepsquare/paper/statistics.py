@@ -78,12 +78,25 @@ class Median(NamedTuple):
 
 
 def median(values: Sequence[float]) -> Median:
-    """For times, which have outliers: a rank-based interval, which is the range for fewer than 9 values."""
+    """For times, which have outliers: a rank-based interval, which is the range for fewer than 9 values.
+
+    ``bounds_label`` names it: the range of fewer than 6 values covers the median with less than 95%.
+    """
     from scipy import stats
 
     ordered = sorted(values)
     rank = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1)
     return Median(float(np.median(ordered)), ordered[rank], ordered[-1 - rank])
+
+
+def has_interval(n: int) -> bool:
+    """Whether ``n`` values are enough for a 95% interval of their median; the range covers it with 1 - 2·0.5ⁿ."""
+    return 1 - 2 * 0.5**n >= CONFIDENCE
+
+
+def bounds_label(n: int, values: str = "rounds") -> str:
+    """What the bounds of the median of ``n`` values are."""
+    return f"{CONFIDENCE:.0%} interval" if has_interval(n) else f"range of {n} {values}"
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> Median:

@@ -26,6 +26,7 @@ from deepsquare.paper.statistics import (
     share_p,
 )
 
+ALPHA = 0.05
 BAD_RUN = 3.0  # points below the best run of the row
 MARGIN = 0.5  # points: a smaller difference counts as none
 MIN_SEEDS = 3  # for a verdict on a difference of means

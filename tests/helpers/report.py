@@ -1,11 +1,12 @@
 """Rows as the experiments store them, and a reader of the page that is rendered from them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from deepsquare.paper.report import render
 from deepsquare.results import Row, Store
 
 BASE = (80.90, 81.00, 81.10, 81.00)
@@ -91,3 +92,13 @@ class Page(HTMLParser):
         """The cells of a table's row, by the text of the first."""
         cells = [[" ".join(cell.split()) for cell in cells] for cells in self.tables[section]]
         return next(cells for cells in cells if cells and cells[0] == label)
+
+
+RenderPage = Callable[..., Page]  # from rows and further folders; the fixture render_page
+
+
+def render_rows(folder: Path, rows: Sequence[Row] = (), *more: Path, figures: Sequence[Path] = ()) -> Page:
+    """The page of ``rows`` and of the stores in ``more``."""
+    path = render([write_store(rows, folder / "results"), *more], figures, folder / "page")
+    assert path == folder / "page" / "index.html"
+    return Page(path)

@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -22,9 +22,11 @@ from rich.table import Table
 from deepsquare.cost import cost_of
 from deepsquare.data import cifar10, open_source, write_shards
 from deepsquare.export.runtimes import RUNTIMES
-from deepsquare.paper.bench import _common, data, models, ops, steps, train
+from deepsquare.kernels import backend_for, cpu, without_kernels
+from deepsquare.paper.bench import _common, activations, data, models, ops, steps, train
 from deepsquare.paper.bench import deployment as deploy
-from deepsquare.paper.report.bench import backbones
+from deepsquare.paper.report.activations import activation_costs
+from deepsquare.paper.report.bench import GEM_FORMS, backbones
 from deepsquare.results import Row, Store
 from deepsquare.training.step_config import StepChoice, StepConfig
 
@@ -57,6 +59,7 @@ def test_ratios_are_medians_over_the_rounds() -> None:
     assert "2.00 times as fast" in str(table.caption)
     seconds = {data.BASELINE: [2.0, 4.0], "fast": [1.0, 2.0]}
     assert cells(data.table(seconds, seconds))["fast"][-1] == "2.00 [2.00, 2.00]"
+    assert "(range of 2 rounds)" in str(data.table(seconds, seconds).caption)
 
 
 @pytest.mark.slow
@@ -101,12 +104,32 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     models.run(["shufflenet_v2_x0_5"], ["pooling", "se"], rounds=2, results=tmp_path)
     assert "time relative to the plain network" in " ".join(capsys.readouterr().out.split())
     (row,) = bench_rows(tmp_path)
-    times = backbones([row])["shufflenet_v2_x0_5"]["specs"]["se"]
+    (run,) = backbones([row])["shufflenet_v2_x0_5"]
+    times = run["specs"]["se"]
     assert times["parameters"] > 0
     assert set(times["times"]) == {models.LATENCY, models.THROUGHPUT, models.TRAINING}
     assert all(time.low <= time.value <= time.high for time in times["times"].values())
     stored = {spec: set(row.metrics[spec]["seconds"][models.LATENCY]) for spec in ("pooling", "se")}
     assert stored == {"pooling": {"base", "own", "without_kernels"}, "se": {"base", "own"}}
+    base, other = (row.metrics[spec]["seconds"][models.TRAINING]["base"] for spec in ("pooling", "se"))
+    assert base == other  # all networks are compared with the same iterations of the plain one
+
+
+def test_all_networks_run_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def workloads(backbone: str, spec: str) -> dict[str, Callable[[], None]]:
+        return dict.fromkeys(models.WORKLOADS, lambda: calls.append(spec))
+
+    monkeypatch.setattr(models, "_workloads", workloads)
+    monkeypatch.setattr(models, "ROUND_SECONDS", 0)  # one iteration per round
+    times = models._time("resnet50", ["se", "excitation"], 4)
+    in_rounds = calls[2 * len(models.WORKLOADS) :]  # without the choice of the number of iterations
+    turns = [in_rounds[first : first + 4] for first in range(0, len(in_rounds), 4)]
+    assert len(turns) == 4 * len(models.WORKLOADS)
+    assert all(sorted(turn) == ["", "excitation", "excitation", "se"] for turn in turns)  # with and without kernels
+    assert len({tuple(turn) for turn in turns}) > 1
+    assert all(len(values) == 4 for of in times.values() for by_name in of.values() for values in by_name.values())
 
 
 @pytest.mark.slow
@@ -154,6 +177,39 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert metrics[ops.FORWARD]["allocated"]["ours"] == metrics["bytes"]
     assert metrics[ops.FORWARD]["allocated"]["formula"] > 2 * metrics["bytes"]
     assert pooling.metrics["16×6×6"][ops.FORWARD]["allocated"]["ours"] == 2 * 16 * 4
+    assert {f"{name} / ours" for name in GEM_FORMS} <= set(pooling.metrics["16×6×6"][ops.STEP])
+
+
+def test_every_gem_computes_the_same() -> None:
+    x = torch.rand(2, 3, 5, 5)
+    forms = ops.FUNCTIONS["square_pooling"].baselines(3, x.dtype, torch.contiguous_format)
+    for form in forms.values():
+        torch.testing.assert_close(form(x), x.square().mean((2, 3)).sqrt())
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
+def test_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("deepsquare.functional._relu_square", backend_for)
+        plain, fused = (activations.ACTIVATIONS[name] for name in (activations.PLAIN, activations.FUSED))
+        backends: list[Any] = [plain(torch.ones(1)), fused(torch.ones(1))]
+    assert backends == [None, cpu]
+    activations.run(rounds=2, elements=(64,), results=tmp_path)
+    assert "Time relative to ReLU" in capsys.readouterr().out
+    (row,) = bench_rows(tmp_path)
+    assert row.recipe["threads"] == 1
+    for kind in (activations.FORWARD, activations.STEP):
+        measured = row.metrics["64"][kind]
+        assert set(measured) == set(activations.ACTIVATIONS)
+        assert measured["relu"]["/ relu"] == [1, 1, 1]
+        assert set(measured["tanh"]) == {"seconds", "/ relu", f"/ {activations.PLAIN}", f"/ {activations.FUSED}"}
+    costs = activation_costs([row])
+    assert costs
+    assert [(s["form"], s["pass"]) for s in costs["statements"]] == [
+        (form, kind) for form in ("plain operations", "fused kernel") for kind in ("forward", "forward + backward")
+    ]
+    with pytest.raises(ValueError, match="there is no compiled kernel"), without_kernels():
+        activations.run(rounds=1, results=tmp_path)
 
 
 def test_a_killed_candidate_ends_the_benchmark(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 from scipy import stats
 
-from deepsquare.paper.statistics import Median, interval, median, paired
+from deepsquare.paper.statistics import Median, bounds_label, interval, median, paired
 
 
 def test_intervals_are_those_of_scipy() -> None:
@@ -34,3 +34,5 @@ def test_intervals_are_those_of_scipy() -> None:
 def test_medians_by_ranks() -> None:
     assert median(list(range(1, 10))) == Median(5, 2, 8)  # of 9 the second and the eighth: 96%
     assert median([3.0, 1.0, 2.0]) == Median(2, 1, 3)
+    assert bounds_label(6) == "95% interval"  # the range of 6 values covers the median with 97%, that of 5 with 94%
+    assert bounds_label(5, "iterations") == "range of 5 iterations"

@@ -1,11 +1,13 @@
 """What the benchmarks share: interleaved rounds, timing, tables, and rows of ``bench.jsonl``.
 
 Each round measures every candidate once, and ratios are taken within a round, so that a slow period of the machine
-affects all candidates alike. A result is the median over the rounds with its 95% interval.
+affects all candidates alike. A result is the median over the rounds with a 95% interval, or the range where fewer than
+6 values were measured.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -50,6 +52,15 @@ def interleave(candidates: Mapping[K, Callable[[], T]], rounds: Iterable[object]
         for name, measure in candidates.items():
             measurements[name].append(measure())
     return measurements
+
+
+def time_rounds(calls: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, list[float]]:
+    """Seconds per call by round; short calls are repeated for about a millisecond."""
+    candidates = {}
+    for name, call in calls.items():
+        call()  # warm-up and compilation
+        candidates[name] = partial(time_call, call, max(1, min(100, int(1e-3 / time_call(call)))))
+    return interleave(candidates, range(rounds))
 
 
 def append_row(results: Path, name: str, recipe: Mapping[str, Any], metrics: Mapping[str, Any], start: float) -> None:

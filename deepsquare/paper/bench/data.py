@@ -22,7 +22,7 @@ from deepsquare.data import Source, TrainTransform, available, batches, open_sou
 from deepsquare.data.folders import FolderSource
 from deepsquare.data.pil import jpeg_size
 from deepsquare.paper.bench import _common
-from deepsquare.paper.statistics import median, median_ratio
+from deepsquare.paper.statistics import bounds_label, median, median_ratio
 
 BATCH_SIZE, SIZE, BASELINE_WORKERS = 64, 224, 2
 BASELINE = f"ImageFolder + DataLoader, {BASELINE_WORKERS} workers"
@@ -113,9 +113,10 @@ def run(
 
 def table(seconds: dict[str, list[float]], cpu: dict[str, list[float]]) -> Table:
     """The comparison, from seconds and CPU seconds per image by candidate and round."""
+    rounds = len(seconds[BASELINE])
     comparison = _common.make_table(
         f"Random crops of images at {SIZE} × {SIZE}, {cores()} cores",
-        f"medians of {len(seconds[BASELINE])} rounds; speedup over {BASELINE}, with its 95% interval",
+        f"medians of {rounds} rounds; speedup over {BASELINE} ({bounds_label(rounds)})",
         ("", "images/s", "ms each", "CPU ms each", "speedup"),
     )
     for name in seconds:

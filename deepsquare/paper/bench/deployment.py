@@ -28,7 +28,7 @@ from deepsquare.export.base import Runtime, require
 from deepsquare.export.runtimes import RUNTIMES, runtime_for
 from deepsquare.paper.bench import _common
 from deepsquare.paper.deployment.parity import random_init_model
-from deepsquare.paper.statistics import median, median_ratio
+from deepsquare.paper.statistics import bounds_label, median, median_ratio
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import round_for_json
 
@@ -103,7 +103,7 @@ def _measure(
 def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
     table = _common.make_table(
         f"{title}, batch size 1",
-        f"median over {rounds} rounds, and {'its 95% interval' if rounds > 8 else 'the range'}",
+        f"median over {rounds} rounds ({bounds_label(rounds)})",
         ("spec", "1 thread, ms", "added, %", "2 threads, ms", "added, %", "file, MB", "memory, MB"),
     )
     for spec, measured in metrics.items():

@@ -1,9 +1,10 @@
 """The time of each technique and baseline on four backbones, relative to the plain network.
 
-The plain and the equipped network are run alternately, one iteration each, and every ratio is taken between two such
-neighbors. Networks run in eager mode, in channels_last.
+All networks of a backbone run in the same rounds, one iteration each in turn, in an order that is random in each round.
+Ratios are taken between iterations of one turn. Networks run in eager mode, in channels_last.
 """
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from deepsquare.cost import cost_of
 from deepsquare.kernels import without_kernels
 from deepsquare.models import create_model
 from deepsquare.paper.bench import _common
-from deepsquare.paper.statistics import median_ratio
+from deepsquare.paper.statistics import bounds_label, median_ratio
 from deepsquare.training.loop import tune_malloc
 
 BACKBONES = ("resnet50", "resnet18", "shufflenet_v2_x1_0", "shufflenet_v2_x0_5")
@@ -32,7 +33,8 @@ SPECS = (
 KERNEL_TERMS = {"pooling", "excitation"}  # these are also measured without the kernels
 WORKLOADS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
 ROUND_SECONDS = 0.4  # of the plain network, per workload and round
-Seconds = dict[str, dict[str, list[float]]]  # by workload and candidate, one value per iteration
+Seconds = dict[str, dict[str, list[float]]]  # by workload and network, one value per iteration
+BASE, OWN, WITHOUT_KERNELS = "base", "own", "without_kernels"  # the networks in a row's metrics of a spec
 
 
 def _iteration(model: nn.Module, batch_size: int, training: bool) -> Callable[[], None]:
@@ -80,48 +82,63 @@ def run(
         start = time.perf_counter()
         times = _time(backbone, specs, rounds)
         rich.print(_table(backbone, times, rounds))
-        recipe = {"rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last"}
+        recipe = {
+            "rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last",
+            "interleaved": "all networks",  # rows without this field alternated each spec with the plain network
+        }  # fmt: skip
         metrics: dict[str, Any] = {spec: {"cost": asdict(cost_of(backbone, spec))} for spec in (*specs, "")}
         for spec, seconds in times.items():
             metrics[spec]["seconds"] = _common.rounded(seconds, 5)
         _common.append_row(results, f"models/{backbone}", recipe, metrics, start)
 
 
+def _networks(backbone: str, specs: Sequence[str]) -> dict[tuple[str, str], dict[str, Callable[[], None]]]:
+    """The workloads of the plain network and of each equipped one, by spec and name."""
+    networks = {("", BASE): _workloads(backbone, "")}
+    for spec in specs:
+        networks[spec, OWN] = own = _workloads(backbone, spec)
+        if not KERNEL_TERMS.isdisjoint(spec.split("+")):
+            networks[spec, WITHOUT_KERNELS] = {name: without_kernels()(call) for name, call in own.items()}
+    return networks
+
+
 def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, Seconds]:
     """By spec, the seconds of the plain network, ``base``, of the equipped one, ``own``, and ``without_kernels``."""
-    base = _workloads(backbone, "")
+    networks = _networks(backbone, specs)
     iterations = {
         workload: max(1, int(ROUND_SECONDS / min(_common.time_call(iteration) for _ in range(2))))
-        for workload, iteration in base.items()
+        for workload, iteration in networks["", BASE].items()
     }
-    times: dict[str, Seconds] = {}
+    times: dict[str, dict[tuple[str, str], list[float]]] = {kind: {key: [] for key in networks} for kind in WORKLOADS}
+    rng = random.Random(0)
     with Progress(transient=True) as progress:
-        bar = progress.add_task(backbone, total=len(specs) * rounds)
-        for spec in specs:
-            progress.update(bar, description=f"{backbone}, {spec}")
-            networks = {"base": base, "own": _workloads(backbone, spec)}
-            if not KERNEL_TERMS.isdisjoint(spec.split("+")):
-                networks["without_kernels"] = {name: without_kernels()(call) for name, call in networks["own"].items()}
-            times[spec] = {workload: {name: [] for name in networks} for workload in WORKLOADS}
-            for _ in range(rounds):
-                for workload in WORKLOADS:
-                    candidates = {name: partial(_common.time_call, calls[workload]) for name, calls in networks.items()}
-                    for name, seconds in _common.interleave(candidates, range(iterations[workload])).items():
-                        times[spec][workload][name] += seconds
-                progress.advance(bar)
-    return times
+        bar = progress.add_task(backbone, total=rounds * len(WORKLOADS))
+        for workload in (kind for _ in range(rounds) for kind in WORKLOADS):
+            order = rng.sample(list(networks), len(networks))
+            calls = {key: partial(_common.time_call, networks[key][workload]) for key in order}
+            for key, seconds in _common.interleave(calls, range(iterations[workload])).items():
+                times[workload][key] += seconds
+            progress.advance(bar)
+    return {
+        spec: {
+            kind: {BASE: measured["", BASE]} | {name: values for (of, name), values in measured.items() if of == spec}
+            for kind, measured in times.items()
+        }
+        for spec in specs
+    }
 
 
 def _table(backbone: str, times: Mapping[str, Seconds], rounds: int) -> Table:
+    counts = {kind: len(values[BASE]) for kind, values in next(iter(times.values())).items()}
     table = _common.make_table(
         f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
-        f"median over {rounds} rounds of interleaved iterations, and its 95% interval",
-        ("spec", *WORKLOADS),
+        f"median over the iterations of {rounds} rounds",
+        ("spec", *(f"{kind} ({bounds_label(count, 'iterations')})" for kind, count in counts.items())),
     )
     for spec, seconds in times.items():
         for name in seconds[LATENCY]:
-            if name != "base":
-                ratios = [median_ratio(seconds[kind][name], seconds[kind]["base"]) for kind in WORKLOADS]
-                label = spec if name == "own" else f"{spec}, kernels off"
+            if name != BASE:
+                ratios = [median_ratio(seconds[kind][name], seconds[kind][BASE]) for kind in WORKLOADS]
+                label = spec if name == OWN else f"{spec}, kernels off"
                 table.add_row(label, *(_common.format_median(ratio, 3) for ratio in ratios))
     return table

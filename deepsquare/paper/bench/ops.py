@@ -1,8 +1,9 @@
 """The time of each function relative to its limit: one read of the feature map, or one copy.
 
 Measured on one feature map in one run: the function; its formula in PyTorch operations; the formula compiled; the
-function without the kernels; and timm's channel attention modules for the same site. The limits are measured too: a
-read is a sum over the map, a copy its ``clone``, and two maps read for one written an addition.
+function without the kernels; and what else is used at the same site, timm's channel attention modules or GeM. The
+limits are measured too: a read is a sum over the map, a copy its ``clone``, and two maps read for one written an
+addition.
 """
 
 import time
@@ -34,6 +35,8 @@ BATCH_SIZE = 32
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 FORWARD, STEP = "forward", "forward + backward"
 Call = Callable[..., Tensor]
+Baselines = Callable[[int, torch.dtype, torch.memory_format], Mapping[str, Callable[[Tensor], Tensor]]]
+GEM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Function:
     ours: Call
     formula: Call
     limits: Mapping[str, tuple[str, ...]]
-    has_baselines: bool = False  # timm's channel attention for the same site
+    baselines: Baselines = lambda channels, dtype, layout: {}  # functions of F alone, for the same site
 
 
 def _scale(x: Tensor, alpha: Tensor) -> Tensor:
@@ -51,17 +54,38 @@ def _scale(x: Tensor, alpha: Tensor) -> Tensor:
     return g / (g + alpha * alpha)
 
 
+def _gem(channels: int, dtype: torch.dtype, layout: torch.memory_format) -> dict[str, Callable[[Tensor], Tensor]]:
+    """GeM with p = 2 fixed: ours, in plain operations, and as Square-Pooling with a square root."""
+    return {
+        "gem_pooling": lambda x: DF.gem_pooling(x, 2.0, GEM_EPS),
+        "GeM, plain": lambda x: x.clamp(min=GEM_EPS).pow(2).mean((2, 3)).pow(1 / 2),
+        "ours and a square root": lambda x: DF.square_pooling(x).sqrt(),
+    }
+
+
+def _attention(channels: int, dtype: torch.dtype, layout: torch.memory_format) -> dict[str, nn.Module]:
+    """timm's modules with their default arguments; GE gathers the whole map and has no parameters."""
+    from timm.layers import eca, gather_excite, squeeze_excite
+
+    gather = gather_excite.GatherExcite(channels, extra_params=False, extent=0, use_mlp=False)
+    modules = {"timm SE": squeeze_excite.SEModule(channels), "timm ECA": eca.EcaModule(channels), "timm GE": gather}
+    for module in modules.values():
+        module.to(dtype).to(memory_format=layout)  # type: ignore[call-overload]
+    return modules
+
+
 FUNCTIONS = {
     "square_pooling": Function(
         lambda x, alpha, residual: DF.square_pooling(x),
         lambda x, alpha, residual: x.square().mean((2, 3)),
         {FORWARD: ("read",), STEP: ("read", "copy")},
+        _gem,
     ),
     "square_excitation": Function(
         lambda x, alpha, residual: DF.square_excitation(x, alpha),
         lambda x, alpha, residual: x * _scale(x, alpha),
         {FORWARD: ("copy",), STEP: ("copy", "addition")},
-        has_baselines=True,
+        _attention,
     ),
     "square_excitation_add_relu": Function(
         DF.square_excitation_add_relu,
@@ -76,14 +100,6 @@ FUNCTIONS = {
 }
 
 
-def _baselines(channels: int) -> dict[str, nn.Module]:
-    """timm's modules with their default arguments; GE gathers the whole map and has no parameters."""
-    from timm.layers import eca, gather_excite, squeeze_excite
-
-    gather = gather_excite.GatherExcite(channels, extra_params=False, extent=0, use_mlp=False)
-    return {"timm SE": squeeze_excite.SEModule(channels), "timm ECA": eca.EcaModule(channels), "timm GE": gather}
-
-
 def run(
     functions: Sequence[str] = tuple(FUNCTIONS),
     *,
@@ -91,7 +107,7 @@ def run(
     results: _common.Results = _common.RESULTS,
     batch_size: Suppress[int] = BATCH_SIZE,
 ) -> None:
-    """Every function against memory bandwidth, the formula, torch.compile and timm's attention modules.
+    """Every function against memory bandwidth, the formula, torch.compile, GeM and timm's attention modules.
 
     Args:
         functions: Functions, such as square_pooling.
@@ -133,9 +149,8 @@ def measure(
     }
     forms = {"ours": function.ours, "formula": function.formula, "compiled": compiled}
     forms["kernels off"] = without_kernels()(function.ours)
-    for name, module in (_baselines(x.shape[1]) if function.has_baselines else {}).items():
-        module.to(x.dtype).to(memory_format=layout)  # type: ignore[call-overload]
-        forms[name] = lambda x, alpha, residual, module=module: module(x)
+    for name, baseline in function.baselines(x.shape[1], x.dtype, layout).items():
+        forms[name] = lambda x, alpha, residual, baseline=baseline: baseline(x)
     alpha = torch.ones(1, dtype=x.dtype, requires_grad=True)  # in the model's dtype, so that the formula keeps it
     inputs = (x.detach().requires_grad_(), alpha, residual.detach().requires_grad_())
     grad = torch.randn_like(function.ours(x, alpha, residual))
@@ -144,7 +159,8 @@ def measure(
         (FORWARD, {name: torch.no_grad()(partial(form, *inputs)) for name, form in forms.items()}),
         (STEP, {name: partial(_step, form, inputs, grad) for name, form in forms.items()}),
     ):
-        times = _time({name: limits[name] for name in set(function.limits[kind])} | calls, rounds)
+        needed = {name: limits[name] for name in set(function.limits[kind])}
+        times = _common.time_rounds({**needed, **calls}, rounds)
         limit = [sum(parts) for parts in zip(*(times[name] for name in function.limits[kind]), strict=True)]
         ours = times["ours"]
         medians = {"seconds": median(ours), "limit": median(limit), "ours / limit": median_ratio(ours, limit)}
@@ -159,15 +175,6 @@ def measure(
 
 def _step(form: Call, inputs: Sequence[Tensor], grad: Tensor) -> None:
     torch.autograd.grad(form(*inputs), inputs, grad, allow_unused=True)
-
-
-def _time(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds per call by round; short calls are repeated for about a millisecond."""
-    candidates = {}
-    for name, call in calls.items():
-        call()  # warm-up and compilation
-        candidates[name] = partial(_common.time_call, call, max(1, min(100, int(1e-3 / _common.time_call(call)))))
-    return _common.interleave(candidates, range(rounds))
 
 
 def _allocated(call: Callable[[], Any]) -> int:

@@ -19,7 +19,7 @@ from deepsquare._threads import cores, one_thread, use_threads
 from deepsquare.data.in_memory import InMemoryBatches, LabeledImages
 from deepsquare.models import create_model
 from deepsquare.paper.bench import _common
-from deepsquare.paper.statistics import median, median_ratio
+from deepsquare.paper.statistics import bounds_label, median, median_ratio
 from deepsquare.results import round_for_json
 from deepsquare.training import CifarRecipe, Trainer
 from deepsquare.training.loop import EpochMetrics, step, tune_malloc
@@ -84,10 +84,12 @@ def _run(trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]], lr: float, 
 
 def table(measured: Mapping[str, Any]) -> Table:
     """The comparison, from the metrics of a row."""
-    against = (f"against {kind} [95%]" for kind in (BEFORE, CONTIGUOUS))
-    headings = ("", "images/s", *against, "eager: threads", "the chosen step")
+    headings = ("", "images/s", f"against {BEFORE}", f"against {CONTIGUOUS}", "eager: threads", "the chosen step")
+    rounds = min(len(network["seconds_per_step"][CHOSEN]) for network in measured.values())
     comparison = _common.make_table(
-        "Training steps on one thread: times as fast", "eager, channels_last: without a choice", headings
+        "Training steps on one thread: times as fast",
+        f"median ({bounds_label(rounds)}); eager, channels_last: without a choice",
+        headings,
     )
     for name, network in measured.items():
         seconds: Mapping[str, Sequence[float]] = network["seconds_per_step"]

@@ -1,5 +1,6 @@
 """What was measured: techniques against the plain network, functions against the memory bandwidth, exported networks.
 
+A table has the measurements of one row, which one run wrote.
 Of an exported network: how far it differs from its model, what int8 costs, and its latency.
 """
 
@@ -8,7 +9,8 @@ from typing import Any
 
 from deepsquare.export.runtimes import RUNTIMES as EXPORT_RUNTIMES
 from deepsquare.paper.report.evidence import bench_rows, grouped
-from deepsquare.paper.statistics import Median, median_ratio
+from deepsquare.paper.statistics import Median, bounds_label, has_interval, median_ratio
+from deepsquare.paper.tables import TABLE_6
 from deepsquare.results import Row
 from deepsquare.surgery import TECHNIQUES
 
@@ -23,6 +25,12 @@ TITLES = {
     "square_excitation_add_relu": "Square-Excitation + residual, ReLU",
     "relu_square": "ReLU-Square",
 }
+GEM_FORMS = {  # in the rows of Square-Pooling
+    "ours and a square root": "Square-Pooling by our kernel, then a square root",
+    "formula": "Square-Pooling in plain operations",
+    "GeM, plain": "GeM in plain operations",
+    "gem_pooling": "GeM by our gem_pooling",
+}
 MAPS_MOVED = {"square_pooling": 1, "square_excitation": 2, "square_excitation_add_relu": 3, "relu_square": 2}
 
 
@@ -31,32 +39,52 @@ def spec_title(spec: str) -> str:
     return PLAIN.get(spec) or " & ".join(TERM_TITLES.get(term, term) for term in spec.split("+"))
 
 
-def backbones(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The measurements by backbone and spec; those at the commit of the last one are pooled."""
+def conditions_text(row: Row) -> str:
+    """Date, commit and hardware of a measurement."""
+    return ", ".join(filter(None, (row.date[:10], f"commit {row.commit[:7]}" if row.commit else "", row.hardware)))
+
+
+def backbones(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """By backbone, a table for each run, the newest first; without runs whose specs a newer run has all measured."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for name, measured in bench_rows(rows, "models").items():
+        covered: list[set[str]] = []
+        for row in reversed(measured):
+            if not any(row.metrics.keys() <= specs for specs in covered):
+                covered.append(set(row.metrics))
+                tables.setdefault(name, []).append(_spec_table(row))
+    return tables
+
+
+def _spec_table(row: Row) -> dict[str, Any]:
+    """What each spec of a run adds to the plain network's cost, and its times relative to it, by workload."""
+    specs = [spec for spec in row.metrics if spec]
     return {
-        name: {
-            "threads": measured[-1].recipe["threads"],
-            "specs": {spec: _spec_times(spec, measured) for row in measured for spec in row.metrics if spec},
-        }
-        for name, measured in bench_rows(rows, "models").items()
+        "threads": row.recipe["threads"],
+        "conditions": conditions_text(row),
+        "interleaved": "interleaved" in row.recipe,
+        "bounds": _bounds(row, specs[0]),
+        "specs": {spec: _spec_times(spec, row) for spec in specs},
     }
 
 
-def _spec_times(spec: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """What a spec adds to the plain network's cost, and its times relative to it, by workload."""
-    with_spec = [row for row in rows if spec in row.metrics]
-    last = with_spec[-1]
-    pooled = [row for row in with_spec if (row.commit, row.hardware) == (last.commit, last.hardware)]
-    seconds = [row.metrics[spec]["seconds"] for row in pooled]
+def _bounds(row: Row, spec: str) -> dict[str, str]:
+    """By workload, what the bounds of the medians are, and of how many iterations."""
+    counts = {workload: len(times["base"]) for workload, times in row.metrics[spec]["seconds"].items()}
+    return {workload: bounds_label(count, "iterations") for workload, count in counts.items()}
+
+
+def _spec_times(spec: str, row: Row) -> dict[str, Any]:
+    seconds = row.metrics[spec]["seconds"]
 
     def ratios(network: str) -> dict[str, Median]:
         return {
-            workload: median_ratio(*([t for times in seconds for t in times[workload][n]] for n in (network, "base")))
-            for workload, times in seconds[0].items()
+            workload: median_ratio(times[network], times["base"])
+            for workload, times in seconds.items()
             if network in times
         }
 
-    base, cost = (last.metrics[name]["cost"] for name in ("", spec))
+    base, cost = (row.metrics[name]["cost"] for name in ("", spec))
     return {
         "title": spec_title(spec),
         "parameters": cost["parameters"] - base["parameters"],
@@ -64,6 +92,45 @@ def _spec_times(spec: str, rows: Sequence[Row]) -> dict[str, Any]:
         "times": ratios("own"),
         "without_kernels": ratios("without_kernels"),  # empty where there is no kernel
     }
+
+
+def table_6(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """The newest run on ResNet50 that measured every method of Table 6, and whether SP & SEx adds the least time."""
+    required = {entry.spec for entry in TABLE_6.entries}
+    measured = bench_rows(rows, "models").get("resnet50", [])
+    row = next((row for row in reversed(measured) if required <= row.metrics.keys()), None)
+    if row is None:
+        return None
+    table = _spec_table(row)
+    inference = [workload for workload in table["bounds"] if workload.startswith("inference")]
+    forms = {"own": "with our kernels", "without_kernels": "in plain operations"}
+    claims = [
+        {"workload": workload, "form": label, **_least_time(row, workload, form)}
+        for form, label in forms.items()
+        for workload in inference
+    ]
+    return table | {"claims": claims}
+
+
+def _least_time(row: Row, workload: str, form: str) -> dict[str, Any]:
+    """The paper's statement on the inference time: the other methods of Table 6 relative to SP & SEx.
+
+    It holds if the interval of every ratio lies above 1, and does not if any lies below; a range decides nothing.
+    Overheads are divided rather than times, so that rows in which each spec has base times of its own are read too.
+    """
+
+    def overheads(spec: str, network: str) -> list[float]:
+        times = row.metrics[spec]["seconds"][workload]
+        return [value / base for value, base in zip(times[network], times["base"], strict=True)]
+
+    ours = overheads(TABLE_6.entries[0].spec, form)
+    others = {entry.label: median_ratio(overheads(entry.spec, "own"), ours) for entry in TABLE_6.entries[1:]}
+    decided = {label for label, ratio in others.items() if has_interval(len(ours)) and not ratio.low <= 1 <= ratio.high}
+    faster = [label for label, ratio in others.items() if label in decided and ratio.high < 1]
+    undecided = [label for label in others if label not in decided]
+    if "ge_theta_minus" in row.metrics:  # beside the statement, which is about Table 6
+        others["GE-θ⁻, not in Table 6"] = median_ratio(overheads("ge_theta_minus", "own"), ours)
+    return {"others": others, "faster": faster, "undecided": undecided}
 
 
 def op_times(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -76,8 +143,25 @@ def op_times(rows: Sequence[Row]) -> list[dict[str, Any]]:
         passes = [kind for kind, value in first.items() if isinstance(value, Mapping)]
         alternatives = [other.removesuffix(" / ours") for other in first[passes[0]] if other.endswith(" / ours")]
         op = {"function": function, "title": TITLES[function], "layout": layout, "dtype": dtype, "recipe": recipe}
+        op |= {"conditions": conditions_text(measured[-1]), "bounds": bounds_label(recipe["rounds"])}
         functions.append(op | {"maps": maps, "passes": passes, "alternatives": alternatives})
     return sorted(functions, key=lambda op: (list(TITLES).index(op["function"]), op["dtype"] != "float32"))
+
+
+def gem_costs(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Section 4.2: by pass and form, the lowest and the highest time of GeM with p = 2 relative to Square-Pooling."""
+    for op in functions:
+        if (op["function"], op["layout"], op["dtype"]) == ("square_pooling", "contiguous", "float32"):
+            if not GEM_FORMS.keys() <= set(op["alternatives"]):
+                return None  # a row from before GeM was measured
+            maps = op["maps"].values()
+            ratios = {
+                title: {kind: [times[kind][f"{name} / ours"][0] for times in maps] for kind in op["passes"]}
+                for name, title in GEM_FORMS.items()
+            }
+            ranges = {form: {kind: (min(r), max(r)) for kind, r in of.items()} for form, of in ratios.items()}
+            return {"ranges": ranges, "passes": op["passes"], "conditions": op["conditions"]}
+    return None
 
 
 def bandwidths(op: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -145,5 +229,6 @@ def latencies(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
         specs, rounds = measured[-1].metrics, measured[-1].recipe["rounds"]
         threads = [key for key in next(iter(specs.values())) if key.isdigit()]
         group = {"title": f"{RUNTIMES[runtime]}, {precision}", "specs": specs, "threads": threads, "rounds": rounds}
+        group |= {"bounds": bounds_label(rounds), "conditions": conditions_text(measured[-1])}
         groups.setdefault(backbone, []).append(group)
     return groups

@@ -4,51 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
-import torch
-
-from deepsquare.models import create_model
 from deepsquare.paper.claim_tests import (
     Accuracy,
     ActivationCost,
     CheckedBy,
     Claim,
     FewImprove,
+    LeastTime,
     NotTested,
     Overhead,
     Parameters,
+    Probe,
     Regions,
+    SignShares,
+    SpiralRegimes,
     Spirals,
     Test,
 )
 from deepsquare.paper.claims import CLAIMS, describe, hypotheses_of
 from deepsquare.paper.fig2.experiment import CaseSummary
 from deepsquare.paper.regimes import LONG, SHORT, SHORT_SUFFIX, TEST_IMAGES, Regime, regimes
-from deepsquare.paper.report.bench import spec_title
-from deepsquare.paper.report.figures import LABELS, spiral_results
-from deepsquare.paper.statistics import Median
+from deepsquare.paper.report import measured
+from deepsquare.paper.report.measured import Judged
 from deepsquare.paper.table_claims import signed
 from deepsquare.paper.tables import stored_labels
 from deepsquare.paper.verdict import PENDING, Finding, Hypothesis, Sample, Verdict, judge_family
 from deepsquare.results import Row, unpack_bits
 
-CLASSES = {"cifar10": 10, "tiny_imagenet": 200}
-STORES = {"cifar10": "cifar10.jsonl", "tiny_imagenet": "tiny_imagenet.jsonl"}
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A test of a claim with its verdict, as the page shows it."""
-
-    verdict: Verdict
-    effect: str = ""
-    seeds: str = ""
-    regime: str = ""
-    rows: str = ""  # the file in results/
-    note: str = ""
-    final: bool = True  # not before a planned look
+CLASSES = {"cifar10": 10, "cifar10_ablation": 10, "tiny_imagenet": 200}
 
 
 @dataclass(frozen=True)
@@ -69,8 +55,9 @@ class Evidence:
     rows: Sequence[Row]
     regions: Sequence[CaseSummary]
     spirals: Mapping[str, Mapping[str, Any]]
-    backbones: Mapping[str, Mapping[str, Any]]
-    activations: Mapping[str, Mapping[str, float]]
+    backbones: Mapping[str, Sequence[Mapping[str, Any]]]
+    table_6: Mapping[str, Any] | None
+    activations: Mapping[str, Any] | None
 
     @cached_property
     def findings(self) -> dict[tuple[str, Hypothesis], Finding]:
@@ -170,16 +157,24 @@ def _judge(test: Test, evidence: Evidence) -> Judged:
             return _accuracy(test, evidence)
         case FewImprove():
             return _few_improve(test, evidence)
+        case SpiralRegimes():
+            return measured.spiral_regimes(test, evidence.rows)
         case Spirals():
-            return _spirals(test, evidence.spirals)
+            return measured.spirals(test, evidence.spirals)
         case Regions():
-            return _regions(test, evidence.regions)
+            return measured.regions(test, evidence.regions)
         case Parameters():
-            return _parameters(test)
+            return measured.parameters(test)
         case Overhead():
-            return _overhead(test, evidence.backbones)
+            return measured.overhead(test, evidence.backbones)
+        case LeastTime():
+            return measured.least_time(test, evidence.table_6)
         case ActivationCost():
-            return _activations(test, evidence.activations)
+            return measured.activation_cost(test, evidence.activations)
+        case SignShares():
+            return measured.sign_shares(evidence.rows)
+        case Probe():
+            return measured.probe(evidence.rows)
         case CheckedBy():
             return Judged(Verdict.REPRODUCED, note=f"checked by {test.test}")
         case NotTested():
@@ -190,12 +185,12 @@ def _accuracy(test: Accuracy, evidence: Evidence) -> Judged:
     regime = regimes()[test.regime]
     findings = [evidence.findings[test.regime, hypothesis] for hypothesis in test.hypotheses]
     seeds = _seeds([n for finding in findings for n in finding.n])
-    store, final = STORES[regime.experiment], all(finding.at_look for finding in findings)
+    store, final = f"{regime.experiment}.jsonl", all(finding.at_look for finding in findings)
     if len(findings) > 1:
-        verdict = _all([finding.verdict for finding in findings])
+        verdict = (_any if test.any else _all)([finding.verdict for finding in findings])
         pairs = zip(test.hypotheses, findings, strict=True)
-        effect = "; ".join(f"{describe(h)} {_effect(f)}" for h, f in pairs if f.mean is not None)
-        notes = dict.fromkeys(f.note for f in findings if f.note)
+        effect = "; ".join(f"{describe(h)} {_effect(f) if f.mean is not None else f.note}" for h, f in pairs)
+        notes = dict.fromkeys(f.note for f in findings if f.note and f.mean is not None)
         return Judged(verdict, effect, seeds, regime.title, store, "; ".join(notes), final)
     finding = findings[0]
     effect = "" if finding.mean is None else _effect(finding)
@@ -214,6 +209,13 @@ def _all(verdicts: Sequence[Verdict]) -> Verdict:
     return Verdict.INCONCLUSIVE
 
 
+def _any(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of a claim for which one of its hypotheses is enough."""
+    if Verdict.REPRODUCED in verdicts:
+        return Verdict.REPRODUCED
+    return verdicts[0] if len(set(verdicts)) == 1 else Verdict.INCONCLUSIVE
+
+
 def _few_improve(test: FewImprove, evidence: Evidence) -> Judged:
     regime, findings = regimes()[test.regime], list(evidence.against_original(test.regime).values())
     better, worse = (sum(finding.direction == sign for finding in findings) for sign in (1, -1))
@@ -227,7 +229,7 @@ def _few_improve(test: FewImprove, evidence: Evidence) -> Judged:
     seeds = _seeds([n for finding in findings for n in finding.n])
     if not any(finding.at_look for finding in findings):
         verdict = Verdict.NOT_TESTED
-    return Judged(verdict, effect, seeds, regime.title, STORES[regime.experiment], "" if final else PENDING, final)
+    return Judged(verdict, effect, seeds, regime.title, f"{regime.experiment}.jsonl", "" if final else PENDING, final)
 
 
 def _effect(finding: Finding) -> str:
@@ -239,81 +241,6 @@ def _effect(finding: Finding) -> str:
 
 def _seeds(n: Sequence[int]) -> str:
     return "–".join(map(str, sorted({min(n), max(n)}))) if n else ""
-
-
-def _spirals(test: Spirals, metrics: Mapping[str, Mapping[str, Any]]) -> Judged:
-    task = "one-arm" if test.figure in (3, 4) else "three-arm"
-    results = spiral_results(metrics, task, smoothness=test.figure in (3, 5))
-    difference = results["differences"].get(test.metric) if results else None
-    if results is None or difference is None:
-        return Judged(Verdict.NOT_TESTED, note="no rows yet: deepsquare reproduce fig3")
-    effect = f"{LABELS.get(test.metric, test.metric)}: {difference['interval'].format(signed=True)}"
-    regime = "both activations tuned, constant learning rate"
-    return Judged(difference["verdict"], effect, str(results["seeds"]), regime, "spirals.jsonl")
-
-
-def _regions(test: Regions, cases: Sequence[CaseSummary]) -> Judged:
-    of_kind = [case for case in cases if case.holds is not None and ("ReLU" in case.case.name) is not test.squares]
-    if not of_kind:
-        return Judged(Verdict.NOT_TESTED, note="no rows yet: deepsquare reproduce fig2")
-    holds = all(case.holds for case in of_kind)
-    networks = sum(case.networks for case in of_kind)
-    note = "if the first layer has full rank, which the paper does not say"
-    effect = f"{'all' if holds else 'not all'} of {networks:,} networks"
-    return Judged(Verdict.REPRODUCED if holds else Verdict.CONTRARY, effect, rows="fig2.jsonl", note=note)
-
-
-def _parameters(test: Parameters) -> Judged:
-    base = count_parameters(test.model, "")
-    added = {spec: 100 * (count_parameters(test.model, spec) / base - 1) for spec in test.specs}
-    agree = all(abs(added[spec] - percent) < max(3.0, 0.05 * percent) for spec, percent in test.specs.items())
-    effect = ", ".join(
-        f"{spec_title(spec)} +{percent:.{0 if percent > 1 or percent == 0 else 4}f}%" for spec, percent in added.items()
-    )
-    return Judged(Verdict.REPRODUCED if agree else Verdict.CONTRARY, effect, regime=test.model)
-
-
-@cache
-def count_parameters(model: str, spec: str) -> int:
-    """The parameters of a model by name with a spec."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in create_model(model, spec).parameters())
-
-
-def _overhead(test: Overhead, backbones: Mapping[str, Mapping[str, Any]]) -> Judged:
-    specs = backbones.get(test.backbone, {}).get("specs", {})
-    missing = [spec for spec in (test.spec, *test.rivals) if spec not in specs]
-    if missing:
-        return Judged(Verdict.NOT_TESTED, note=f"no rows yet of {', '.join(missing)}: deepsquare bench models")
-
-    def time(spec: str) -> Median:
-        measured = specs[spec]
-        times = measured["times"] if test.kernels or not measured["without_kernels"] else measured["without_kernels"]
-        return Median(*times["inference, batch 1"])
-
-    own = time(test.spec)
-    limits = [(test.limit, test.limit)] if test.limit else []
-    limits += [(time(spec).low, time(spec).high) for spec in test.rivals]
-    sign = -1 if test.reverse else 1
-    below = [own.high < low if sign > 0 else own.low > high for low, high in limits]
-    above = [own.low > high if sign > 0 else own.high < low for low, high in limits]
-    verdict = Verdict.REPRODUCED if all(below) else Verdict.CONTRARY if any(above) else Verdict.INCONCLUSIVE
-    effect = f"{own.value:.3f} [{own.low:.3f}, {own.high:.3f}] of the plain network's time"
-    if test.rivals:
-        effect += "; " + ", ".join(f"{spec_title(spec)} {time(spec).value:.3f}" for spec in test.rivals)
-    return Judged(verdict, effect, regime=f"{test.backbone}, one image, CPU", rows="bench.jsonl")
-
-
-def _activations(test: ActivationCost, costs: Mapping[str, Mapping[str, float]]) -> Judged:
-    if not {"relu_square", "softplus", "tanh", "sigmoid"} <= costs.keys():
-        return Judged(Verdict.NOT_TESTED, note="no rows yet")
-    kind = "forward_backward" if test.backward else "forward"
-    square = costs["relu_square"][kind]
-    ratios = {name: costs[name][kind] / square for name in ("softplus", "tanh", "sigmoid")}
-    slower = [ratio > 1 for ratio in ratios.values()]
-    effect = ", ".join(f"{name} {ratio:.1f} ×" for name, ratio in ratios.items())
-    verdict = Verdict.REPRODUCED if all(slower) else Verdict.CONTRARY
-    return Judged(verdict, effect, regime="plain operations, one thread", rows="spirals.jsonl")
 
 
 def counts(entries: Sequence[Entry]) -> dict[Verdict, list[Entry]]:

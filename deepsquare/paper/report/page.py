@@ -13,7 +13,7 @@ from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
-from deepsquare.paper.report import bench, charts, figures
+from deepsquare.paper.report import activations, bench, charts, figures
 from deepsquare.paper.report.ablations import ablations
 from deepsquare.paper.report.after_training import after_training
 from deepsquare.paper.report.evidence import RunResult, TableFindings, grouped, read_stores, table_findings
@@ -62,14 +62,14 @@ def render(results: Sequence[Path], figures: Sequence[Path], output: Path) -> Pa
 def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[str, Any]:
     """Everything the templates show."""
     rows, notes = read_stores(results)
-    by_backbone = bench.backbones(rows)
+    by_backbone, table_6 = bench.backbones(rows), bench.table_6(rows)
     baselines = table_findings(BASELINES_TABLE, rows)
     functions = bench.op_times(rows)
     latencies = bench.latencies(rows)
     fig2 = next((found for folder in results if (found := Store(Path(folder) / "fig2.jsonl").rows())), [])
     spirals = {row.row: row.metrics for row in reversed(rows) if row.experiment == "spirals"}  # the first of a label
-    costs = spirals.get("activation cost", {}).get("relative_to_relu", {})
-    evidence = Evidence(rows, summarize(fig2) if fig2 else [], spirals, by_backbone, costs)
+    costs = activations.activation_costs(rows)
+    evidence = Evidence(rows, summarize(fig2) if fig2 else [], spirals, by_backbone, table_6, costs)
     entries = ledger(evidence)
     tables = [table_findings(table, rows, evidence.by_schedule()) for table in TABLES]
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
@@ -96,6 +96,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "settings_image": figures.figure_data_uri("spirals_settings.png", images),
         "labels": figures.LABELS,
         "activation_costs": costs,
+        "activation_titles": activations.TITLES,
         "spirals": spirals,
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
@@ -105,9 +106,11 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "ablations": ablations(rows),
         "after_training": after_training(rows),
         "backbones": by_backbone,
-        "accuracy_against_time": charts.accuracy_against_time(by_backbone.get("resnet50")),
+        "table_6": table_6,
+        "accuracy_against_time": charts.accuracy_against_time(table_6),
         "baselines": (baselines, _costs(baselines)),
         "ops": functions,
+        "gem": bench.gem_costs(functions),
         "rooflines": charts.rooflines(functions),
         "bench": bench,
         "deployed_backbones": [(name, group, charts.latency_charts(name, group)) for name, group in latencies.items()],
@@ -161,7 +164,9 @@ def recipe_candidates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def conditions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs, hardware, versions and commits of each experiment of the page."""
     shown = [
-        row for row in rows if row.experiment in ("fig2", "spirals", regimes.EXPERIMENT) or RunResult.from_row(row)
+        row
+        for row in rows
+        if row.experiment in ("fig2", "spirals", spiral_regimes.EXPERIMENT) or RunResult.from_row(row)
     ]
     experiments = []
     for experiment, group in sorted(grouped(shown, lambda row: row.experiment).items()):

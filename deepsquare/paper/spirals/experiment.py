@@ -111,9 +111,8 @@ class _Run:
                 tuned[task.name] = self.tune(task)
                 progress.update(step, description=f"{task.name}: {len(self.fresh)} networks of each activation")
                 trained[task.name] = self.train(task, tuned[task.name])
-            progress.update(step, description="ablation and cost")
+            progress.update(step, description="ablation")
             self.ablate()
-            self.cost()
             one, three = trained.values()
             figures = {
                 "fig3.png": draw.fig3(one),
@@ -167,15 +166,6 @@ class _Run:
         cases = {"cases": ablation.by_optimizer(fewer, steps, iterations)}
         self._store("ablation/optimizer", usual | {"steps": steps, "iterations": iterations, "noise": 0}, cases, fewer)
         self._store("ablation/start", {"initialization": "pytorch"}, {"cases": ablation.at_start(few)}, few)
-
-    def cost(self) -> None:
-        elements, repeats = 2**20, max(1, 40 // self.shorten)
-        costs = measures.activation_costs(elements, repeats)
-        metrics: dict[str, Any] = {"milliseconds": {}, "relative_to_relu": {}}
-        for name, times in costs.items():
-            metrics["milliseconds"][name] = {kind: round(1000 * best, 4) for kind, best in times.items()}
-            metrics["relative_to_relu"][name] = {kind: round(times[kind] / costs["relu"][kind], 2) for kind in times}
-        self._store("activation cost", {"elements": elements, "repeats": repeats, "threads": 1}, metrics)
 
     def _store(
         self, name: str, recipe: Mapping[str, Any], metrics: Mapping[str, Any], seeds: range | None = None

@@ -1,17 +1,14 @@
-"""The smoothness of the networks of Section 3.2, the cost of their activations, and means over seeds with intervals."""
+"""The smoothness of the networks of Section 3.2, and means over seeds with intervals."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from deepsquare._threads import one_thread
-from deepsquare.paper.bench._common import interleave, time_call
 from deepsquare.paper.spirals.data import ARMS, Array, trajectory
-from deepsquare.paper.spirals.networks import ACTIVATIONS, Activation, Networks
+from deepsquare.paper.spirals.networks import Networks
 from deepsquare.paper.statistics import interval
 from deepsquare.results import round_for_json
 
@@ -88,27 +85,6 @@ def _turns(points: Array) -> list[float]:
         return []
     even = np.arange(0, lengths[-1], SPACING)
     return [largest_turn(np.stack([np.interp(even, lengths, column) for column in points.T], axis=1))]
-
-
-def activation_costs(elements: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Seconds of each activation, forward and forward with backward: the minimum of ``repeats`` on one thread.
-
-    The activations are interleaved, so that other load affects all of them equally.
-    """
-    x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
-    leaf, gradient = x.clone().requires_grad_(), torch.ones_like(x)
-    passes: dict[str, Callable[[Activation], object]] = {
-        "forward": lambda activation: activation(x),
-        "forward_backward": lambda activation: torch.autograd.grad(activation(leaf), leaf, gradient),
-    }
-    calls = {
-        (name, kind): partial(time_call, partial(function, activation))
-        for name, activation in ACTIVATIONS.items()
-        for kind, function in passes.items()
-    }
-    with one_thread():
-        seconds = interleave(calls, range(repeats))
-    return {name: {kind: min(seconds[name, kind]) for kind in passes} for name in ACTIVATIONS}
 
 
 def settled(values: Array, worst: float | None = None) -> Array:
