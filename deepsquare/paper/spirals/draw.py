@@ -185,7 +185,9 @@ def _heat_map(axes: Axes, task: str, tuned: Mapping[str, Tuned], index: int) -> 
 
 def regimes(judgements: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> Figure:
     """The difference between ReLU-Square and ReLU with its interval, by regime; a panel for each task and metric."""
-    note = "mean and 95% interval over the seeds, paired by seed; axes are logarithmic beyond the dotted lines"
+    note = (
+        "mean and 95% interval over the seeds, paired by seed; the axis of the accuracy is logarithmic beyond ±1 point"
+    )
     figure = _figure(10.5, 5, note)
     for axes, ((task, metric), shown) in zip(figure.subplots(1, len(judgements)), judgements.items(), strict=True):
         accuracy = metric == "accuracy"
@@ -200,7 +202,7 @@ def regimes(judgements: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -
 
 def _differences(axes: Axes, shown: Sequence[Mapping[str, Any]], relative: bool) -> None:
     """One line for each regime under the name of its schedule; ``relative`` to ReLU's mean, in per cent."""
-    y, ticks, linear = 0.0, [], 10 if relative else 1
+    y, ticks = 0.0, []
     for schedule, name in SCHEDULES.items():
         y += 1.2
         text: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
@@ -212,9 +214,12 @@ def _differences(axes: Axes, shown: Sequence[Mapping[str, Any]], relative: bool)
             bar: dict[str, Any] = {"fmt": "o", "color": color, "markersize": 4, "capsize": 2.5, "linewidth": 1.4}
             axes.errorbar(scale * difference.mean, y, xerr=scale * difference.half, **bar)
             ticks.append((y, f"{found['steps']:,}"))
-    for x, style in ((0, "-"), (-linear, ":"), (linear, ":")):
-        axes.axvline(x, color="0.3", linewidth=0.8, linestyle=style, zorder=0)
-    axes.set_xscale("symlog", linthresh=linear, subs=(2, 5))
+    axes.axvline(0, color="0.3", linewidth=0.8, zorder=0)
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    if not relative:
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xticks((-1, -0.5, 0, 0.5, 1, 2, 5))
+        axes.set_xlim(-2, 12)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
     axes.set_yticks(*zip(*ticks, strict=True), fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
