@@ -61,12 +61,16 @@ class SpiralRegimes:
 
 @dataclass(frozen=True)
 class Overhead:
-    """The time of one image relative to the plain network: below ``limit``; or above it and above others in PyTorch."""
+    """The time of one image relative to the plain network is below ``limit``.
+
+    ``reverse``: it is above, and above that of ``heavier_than`` in plain operations.
+    """
 
     backbone: str
     spec: str
     limit: float
     heavier_than: tuple[str, ...] = ()
+    reverse: bool = False
 
 
 @dataclass(frozen=True)

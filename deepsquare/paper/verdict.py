@@ -136,7 +136,7 @@ def judge_family(
     """Judge hypotheses together at every look that was reached; what an earlier look rejected stays rejected.
 
     Args:
-        samples: the runs of each row.
+        samples: the runs of each row; one of another schedule is named ``row@schedule``.
         looks: numbers of seeds with the alpha that each spends. A row has reached a look when the first so many seeds
             have run, or all that are planned for it; at the last look it is taken with all that are planned.
         planned: seeds per row, if not those of the last look.
@@ -182,9 +182,10 @@ class _Analysis:
     def __init__(self, samples: Mapping[str, Sample]) -> None:
         self.samples = samples
         self.stable = {name: sample for name, sample in samples.items() if not sample.bad_runs}
-        self.variances: Mapping[str, VarianceEstimate] = moderated_variances(
-            {name: sample.values for name, sample in self.stable.items()}
-        )
+        self.variances: dict[str, VarianceEstimate] = {}
+        for schedule in dict.fromkeys(name.partition("@")[2] for name in self.stable):
+            rows = {n: sample.values for n, sample in self.stable.items() if n.partition("@")[2] == schedule}
+            self.variances |= moderated_variances(rows)
 
     def test(self, hypothesis: Hypothesis) -> _Test | None:
         rows = {name: self.samples[name] for name in hypothesis.coefficients if name in self.samples}
@@ -223,7 +224,7 @@ def _p_values(hypothesis: Hypothesis, effect: Effect) -> tuple[float, float]:
         case Differs(size=size, sized=sized):
             direction = 2 * min(effect.p_above(0), effect.p_below(0))
             smaller = effect.p_below(size) if size > 0 else effect.p_above(size)
-            return min(1.0, direction), smaller if sized else 1.0
+            return min(1.0, direction), smaller if sized else 0.0  # no second hypothesis that could be true
         case NoDifference(margin=margin):
             same = max(effect.p_above(-margin), effect.p_below(margin))
             return same, min(1.0, 2 * min(effect.p_above(margin), effect.p_below(-margin)))
@@ -236,7 +237,7 @@ def _verdict(hypothesis: Hypothesis, test: _Test, rejected: Sequence[bool]) -> V
     if isinstance(hypothesis, Differs):
         if rejected[0] and test.sign * hypothesis.size < 0:
             return Verdict.CONTRARY
-        if rejected[1]:
+        if rejected[1] and hypothesis.sized:
             return Verdict.SMALLER
         return Verdict.REPRODUCED if rejected[0] else Verdict.INCONCLUSIVE
     return Verdict.REPRODUCED if rejected[0] else Verdict.CONTRARY if rejected[1] else Verdict.INCONCLUSIVE

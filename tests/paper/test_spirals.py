@@ -238,9 +238,10 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = one.metrics["test_loss"]
     assert len(losses) == one.recipe["seeds"] == 3
     assert one.metrics["means"]["test_loss"]["mean"] == pytest.approx(np.mean(losses), rel=1e-3)
-    gap = one.metrics["against_relu"]["test_loss"]
-    assert gap["mean"] == pytest.approx(np.mean(losses) - np.mean(relu["test_loss"]), abs=1e-4)
-    assert f"one-arm: loss {judge_sign(-1, Interval.read(gap, 3)).value}" in printed
+    against = one.metrics["against_relu"]
+    assert against["test_loss"]["mean"] == pytest.approx(np.mean(losses) - np.mean(relu["test_loss"]), abs=1e-4)
+    smoother = judge_sign(-1, Interval.read(against["sharpest_turn"], 3)).value
+    assert f"one-arm: smoothness {smoother}" in printed
     assert 0 <= one.metrics["units"]["dead"] <= 32 - one.metrics["units"]["with_kink"]
     curve = one.metrics["curve"]
     assert np.shape(curve["test_loss"]) == (5, len(curve["steps"]))

@@ -64,7 +64,8 @@ def spiral_results(metrics: Mapping[str, Mapping[str, Any]], task: str, smoothne
                 name: {
                     "interval": (difference := interval(square, "against_relu", name)),
                     "share_better": against[name].get("share_better"),
-                    "verdict": judge_sign(BETTER[name], difference) if name in BETTER else None,
+                    # loss and accuracy are judged by training regime
+                    "verdict": judge_sign(BETTER[name], difference) if smoothness and name in BETTER else None,
                 }
                 for name in names
                 if name in against

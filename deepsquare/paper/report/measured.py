@@ -122,15 +122,13 @@ def overhead(test: Overhead, backbones: Mapping[str, Sequence[Mapping[str, Any]]
     own = Median(*table["specs"][test.spec]["times"][ONE_IMAGE])
     effect = f"{own.value:.3f} [{own.low:.3f}, {own.high:.3f}] of the plain network's time"
     regime = f"{test.backbone}, one image, CPU"
-    if not test.heavier_than:
-        verdict = Verdict.REPRODUCED if own.high < test.limit else Verdict.INCONCLUSIVE
-        verdict = Verdict.CONTRARY if own.low > test.limit else verdict
-        return Judged(verdict, effect, regime=regime, rows="bench.jsonl")
     others = {spec: time(spec) for spec in test.heavier_than}
-    effect += "; " + ", ".join(f"{spec_title(spec)} in plain operations {t.value:.3f}" for spec, t in others.items())
-    heavy = own.low > test.limit and all(own.low > other.high for other in others.values())
-    light = own.high < test.limit or any(own.high < other.low for other in others.values())
-    verdict = Verdict.REPRODUCED if heavy else Verdict.CONTRARY if light else Verdict.INCONCLUSIVE
+    above = own.low > test.limit and all(own.low > other.high for other in others.values())
+    below = own.high < test.limit or any(own.high < other.low for other in others.values())
+    effect += "".join(f"; {spec_title(spec)} in plain operations {t.value:.3f}" for spec, t in others.items())
+    if test.reverse:
+        above, below = below, above
+    verdict = Verdict.REPRODUCED if below else Verdict.CONTRARY if above else Verdict.INCONCLUSIVE
     return Judged(verdict, effect, regime=regime, rows="bench.jsonl")
 
 

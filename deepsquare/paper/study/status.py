@@ -81,6 +81,6 @@ def status_table(families: Sequence[FamilyStatus]) -> Table:
         table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for status in families:
         counts = f"{len(status.done)} of {len(status.runs)}"
-        hours = (f"{status.spent:.1f}", f"{status.left:.1f}", f"{status.family.hours:.1f}")
+        hours = (f"{status.spent:.1f}", f"{status.left:.1f}", f"{status.family.hours:.2g}")
         table.add_row(escape(status.family.name), counts, *hours, status.look)
     return table
