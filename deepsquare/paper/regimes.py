@@ -15,6 +15,7 @@ TINY, TINY_SQUARES, TINY_BASELINES = (
     "ShuffleNetV2-0.5×, other squares",
     "ShuffleNetV2-0.5×, baselines",
 )
+TINY_DROPOUT = "ShuffleNetV2-0.5×, dropout 0.2"
 TINY_VANILLA, TINY_RESNET = "vanilla CNN, 200 classes", "ResNet10 of a quarter of the width"
 DEEPSQUARE6, ACTIVATIONS, SOFTMIN_START = "DeepSquare6", "activations and depth", "Square-Softmin start"
 TITLES = {  # of the regimes whose family in the plan is called otherwise
@@ -28,6 +29,7 @@ TITLES = {  # of the regimes whose family in the plan is called otherwise
     TINY: "Tiny ImageNet, ShuffleNetV2-0.5×",
     TINY_SQUARES: "Tiny ImageNet, ShuffleNetV2-0.5×",
     TINY_BASELINES: "Tiny ImageNet, ShuffleNetV2-0.5×",
+    TINY_DROPOUT: "Tiny ImageNet, ShuffleNetV2-0.5×, dropout 0.2",
     TINY_VANILLA: "Tiny ImageNet, vanilla CNN",
     TINY_RESNET: "Tiny ImageNet, ResNet10",
 }

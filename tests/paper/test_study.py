@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from deepsquare.paper.cifar10.experiment import table_runs
 from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, run_tasks
 from deepsquare.paper.options import OutputFolders
+from deepsquare.paper.report.ledger import Evidence
 from deepsquare.paper.report.page import render
 from deepsquare.paper.report.study import study_families
 from deepsquare.paper.study import experiment
@@ -255,33 +257,40 @@ def study_row(label: str, seed: int, accuracy: float, diverged: str | None = Non
     return Row("tiny_imagenet", label, seed, run.to_recipe(), metrics, 1.0)
 
 
+def shown_of(rows: list[Row]) -> list[dict[str, Any]]:
+    return study_families(rows, Evidence(rows, [], {}, {}, None, None).against_plain())
+
+
 PLAIN, POOLED = "ShuffleNetV2-0.5×", "Square-Pooling (SP)"
 
 
 def test_the_report_gives_no_interval_before_the_first_look() -> None:
     rows = [study_row(PLAIN, seed, 0.40 + 0.01 * seed) for seed in range(3)]
     rows += [study_row(POOLED, seed, 0.42 + 0.01 * seed) for seed in (0, 2)]  # two pairs; seed 1 is missing
-    (shown,) = study_families(rows)
+    (shown,) = shown_of(rows)
     plain, pooled = shown["entries"]
     assert (plain["seeds"], plain["top1"], plain["top5"]) == ("3 of 5", pytest.approx(41), pytest.approx(82))
     assert pooled["so_far"].mean == pytest.approx(2)
     assert (pooled["judged"], pooled["next_look"]) == (None, 3)
-    assert study_families([]) == []
+    assert shown_of([]) == []
 
 
-def test_a_look_uses_its_seeds_and_the_error_probability_that_it_spends() -> None:
-    differences = [1.0, 2.0, 3.0, 9.0]  # the fourth seed comes after the look at three
+@pytest.mark.parametrize(("scatter", "verdict"), [(1.0, "inconclusive"), (0.1, "reproduced")])
+def test_a_look_uses_its_seeds_and_the_error_probability_that_it_spends(scatter: float, verdict: str) -> None:
+    differences = [2 - scatter, 2.0, 2 + scatter, 9.0]  # the fourth seed comes after the look at three
     rows = [study_row(PLAIN, seed, 0.40) for seed in range(4)]
     rows += [study_row(POOLED, seed, 0.40 + difference / 100) for seed, difference in enumerate(differences)]
-    judged = study_families(rows)[0]["entries"][1]["judged"]
-    assert judged.n == 3
+    judged = shown_of(rows)[0]["entries"][1]["judged"]
+    assert judged.n == (3, 3)
     assert judged.mean == pytest.approx(2)
-    assert judged.half == pytest.approx(9.924843 / 3**0.5, rel=1e-5)  # Student's t for 99% and 2 degrees of freedom
+    # Student's t for 95% and 2 degrees of freedom. The verdict is at 99%: p is 0.074 and 0.0008.
+    assert judged.high - judged.mean == pytest.approx(4.302653 * scatter / 3**0.5, rel=1e-5)
+    assert judged.verdict.value == verdict
 
 
 def test_a_diverged_run_counts_as_chance() -> None:
     rows = [study_row(PLAIN, 0, 0.40), study_row(POOLED, 0, 0.30, diverged="epoch 3: the loss is nan")]
-    assert study_families(rows)[0]["entries"][1]["so_far"].mean == pytest.approx(0.5 - 40)
+    assert shown_of(rows)[0]["entries"][1]["so_far"].mean == pytest.approx(0.5 - 40)
 
 
 def test_the_page_has_the_study_and_keeps_its_rows_out_of_table_7(tmp_path: Path) -> None:

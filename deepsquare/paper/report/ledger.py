@@ -31,9 +31,10 @@ from deepsquare.paper.report import measured
 from deepsquare.paper.report.measured import Judged
 from deepsquare.paper.table_claims import signed
 from deepsquare.paper.tables import stored_labels
-from deepsquare.paper.verdict import PENDING, Finding, Hypothesis, Sample, Verdict, judge_family
+from deepsquare.paper.verdict import PENDING, Differs, Finding, Hypothesis, Sample, Verdict, judge_family
 from deepsquare.results import Row, unpack_bits
 
+PLAIN = ("Original", "ShuffleNetV2-0.5×", "ResNet10")
 CLASSES = {"cifar10": 10, "cifar10_ablation": 10, "tiny_imagenet": 200}
 
 
@@ -76,6 +77,15 @@ class Evidence:
             next(iter(hypothesis.coefficients)): finding
             for (name, hypothesis), finding in self.findings.items()
             if name == regime and hypothesis in _TABLE_HYPOTHESES
+        }
+
+    def against_plain(self) -> dict[tuple[str, str], Finding]:
+        """The findings on the difference of a row and a plain network, by regime and row."""
+        return {
+            (regime, row): finding
+            for (regime, hypothesis), finding in self.findings.items()
+            for row, base in [(*hypothesis.coefficients, "")[:2]]
+            if isinstance(hypothesis, Differs) and base in PLAIN
         }
 
     def by_schedule(self) -> dict[tuple[str, str], dict[str, Finding]]:

@@ -102,7 +102,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
         "continued": table_findings(CONTINUED, rows),
-        "study": study_families(rows),
+        "study": study_families(rows, evidence.against_plain()),
         "ablations": ablations(rows),
         "after_training": after_training(rows),
         "backbones": by_backbone,

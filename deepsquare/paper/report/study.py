@@ -4,13 +4,16 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from deepsquare.paper.statistics import Interval, paired
+from deepsquare.paper.statistics import paired
 from deepsquare.paper.study.plan import Family, TinyImageNetRecipe, read_plan
+from deepsquare.paper.verdict import Finding
 from deepsquare.results import Row
 
+Judged = Mapping[tuple[str, str], Finding]  # by family and row
 
-def study_families(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The families on Tiny ImageNet of which rows came in, each with its rows."""
+
+def study_families(rows: Sequence[Row], findings: Judged) -> list[dict[str, Any]]:
+    """The families on Tiny ImageNet of which rows came in, each with its rows and the ledger's findings about them."""
     families = [family for family in read_plan().family if family.experiment == "tiny_imagenet"]
     by_key = {row.key: row for row in rows if row.experiment == "tiny_imagenet"}
     bases: dict[tuple[str, str], Mapping[int, float]] = {}  # accuracies of the plain network by model and schedule
@@ -24,7 +27,10 @@ def study_families(rows: Sequence[Row]) -> list[dict[str, Any]]:
             if not spec:
                 bases[family.model, family.schedule] = accuracies[label]
         base = bases.get((family.model, family.schedule), {})
-        entries = [_entry(family, label, spec, accuracies[label], base, by_key) for label, spec in family.rows.items()]
+        entries = [
+            _entry(family, label, spec, accuracies[label], base, by_key, findings.get((family.name, label)))
+            for label, spec in family.rows.items()
+        ]
         judged = any(family.alpha)
         title = family.name if judged else family.schedule.capitalize()
         if shown and shown[-1]["title"] == title:  # variants of a recipe, which are never judged: one table
@@ -60,6 +66,7 @@ def _entry(
     accuracies: Mapping[int, float],
     base: Mapping[int, float],
     rows: Mapping[str, Row],
+    finding: Finding | None,
 ) -> dict[str, Any]:
     done = [rows[run.key] for run in family.runs() if run.row == label and run.key in rows]
     top5 = [100 * row.metrics.get("top5", 0) for row in done]
@@ -69,7 +76,7 @@ def _entry(
         "top1": fmean(accuracies.values()) if accuracies else None,
         "top5": fmean(top5) if top5 else None,
         "so_far": paired(accuracies, base) if spec else None,
-        "judged": at_look(family, accuracies, base) if spec else None,
+        "judged": finding if finding is not None and finding.at_look else None,
         "next_look": next((look for look in family.looks if look > _paired_seeds(accuracies, base)), None),
         "is_base": not spec,
     }
@@ -78,13 +85,3 @@ def _entry(
 def _paired_seeds(accuracies: Mapping[int, float], base: Mapping[int, float]) -> int:
     """How many of the first seeds both have: 3 for the seeds 0, 1, 2 and 4."""
     return next(n for n in range(len(accuracies) + 1) if n not in accuracies or n not in base)
-
-
-def at_look(family: Family, accuracies: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
-    """The paired difference at the last look that was reached, on its seeds, with the confidence that it spends."""
-    reached = [look for look in family.looks if look <= _paired_seeds(accuracies, base)]
-    if not reached:
-        return None
-    alpha = family.alpha[len(reached) - 1]
-    chosen, plain = ({seed: values[seed] for seed in range(reached[-1])} for values in (accuracies, base))
-    return paired(chosen, plain, confidence=1 - alpha)
