@@ -26,8 +26,10 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("row", "column", "value"),
     [
-        ("Square-Pooling | 2", -2, "+0.82 [+0.42, +1.22]"),
-        ("DeepSquare5s- | 5_", -2, "−0.13 [−0.62, +0.36]"),
+        ("Square-Pooling | 2", 5, "+1.87 [+1.40, +2.34]"),
+        ("Square-Pooling | 2", -2, "+0.82"),
+        ("DeepSquare5s- | 5_", 5, "+1.13 [+0.55, +1.70]"),
+        ("DeepSquare5s- | 5_", -2, "−0.13"),
         ("Square-Pooling & Square-Excitation", 4, "1.036 [1.00, 1.08]"),
         ("Squeeze-and-Excitation", 4, "1.085 [1.07, 1.13]"),
     ],

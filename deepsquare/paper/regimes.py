@@ -46,6 +46,7 @@ class Regime:
     schedule: str
     looks: tuple[tuple[int, float], ...]
     planned: Mapping[str, int] = field(hash=False)
+    keys: frozenset[str] = frozenset()  # of the planned runs; without any, the recipe that ran last counts
 
     @property
     def title(self) -> str:
@@ -57,10 +58,13 @@ def regimes() -> dict[str, Regime]:
     """By name: the families of the study's plan that are judged, and the short schedule, which is older than it."""
     plan = read_plan()
     planned: dict[tuple[str, str], dict[str, int]] = {}
+    keys: dict[tuple[str, str], set[str]] = {}
     for family in plan.family:
         for run in family.runs():
             rows = planned.setdefault((run.experiment, run.schedule), {})
             rows[run.row] = max(rows.get(run.row, 0), run.seed + 1)
+            if run.experiment != "cifar10":
+                keys.setdefault((run.experiment, run.schedule), set()).add(run.key)
     short = Regime(SHORT, "cifar10", "short", ((3, 0.05),), {})
     named = {SHORT: short}
     for family in plan.family:
@@ -68,6 +72,6 @@ def regimes() -> dict[str, Regime]:
             looks = tuple(zip(family.looks, family.alpha, strict=True))
             for schedule in (family.schedule, *family.more_schedules):
                 name = family.name if schedule == family.schedule else f"{family.name}, {schedule}"
-                rows = planned[family.experiment, schedule]
-                named[name] = Regime(name, family.experiment, schedule, looks, rows)
+                conditions = family.experiment, schedule
+                named[name] = Regime(name, *conditions, looks, planned[conditions], frozenset(keys.get(conditions, ())))
     return named

@@ -55,6 +55,7 @@ TRUTHS = (
     Truth("no row differs from the original", lambda claimed: 0.0),
     Truth(AS_CLAIMED, lambda claimed: claimed),
     Truth("every row half of what the paper states", lambda claimed: claimed / 2),
+    Truth("no row differs, rows scatter unequally", lambda claimed: 0.0, (0.0, 0.1, 0.2, 0.4)),
     Truth("as the paper states, rows scatter unequally", lambda claimed: claimed, (0.0, 0.1, 0.2, 0.4)),
 )
 

@@ -117,7 +117,8 @@ def moderated_variances(samples: Mapping[str, Sequence[float]]) -> dict[str, Var
 
     The true variances are taken to be scattered like s₀²·d₀/χ²(d₀). s₀² and d₀ are estimated from all samples, and each
     variance becomes (d₀·s₀² + d·s²)/(d₀ + d) with d₀ + d degrees of freedom, at most those of all samples together.
-    With fewer than four samples of two values or more nothing is moderated.
+    With fewer than four samples of two values or more nothing is moderated. A sample's own variance counts where it is
+    larger: with few samples d₀ is uncertain, and a row that scatters more would otherwise be judged by the others.
     """
     degrees = {name: len(values) - 1 for name, values in samples.items() if len(values) > 1}
     own = {name: float(np.var(samples[name], ddof=1)) for name in degrees}
@@ -129,7 +130,7 @@ def moderated_variances(samples: Mapping[str, Sequence[float]]) -> dict[str, Var
     for name, value in own.items():
         d = degrees[name]
         pooled = prior if math.isinf(prior_df) else (prior_df * prior + d * value) / (prior_df + d)
-        moderated[name] = VarianceEstimate(pooled, min(prior_df + d, total))
+        moderated[name] = VarianceEstimate(max(pooled, value), min(prior_df + d, total))
     return moderated
 
 
@@ -197,7 +198,9 @@ def contrast(
     squared = sum(parts.values()) + image_variance
     mean = sum(c * float(np.mean(samples[name])) for name, c in coefficients.items())
     spread = sum(part**2 / variances[name].df for name, part in parts.items())
-    return Effect(mean, max(math.sqrt(squared), 1e-12), squared**2 / spread if spread else math.inf)
+    most = max(variance.df for variance in variances.values())  # the moderated ones share their prior
+    df = min(squared**2 / spread, max(most, sum(len(samples[name]) - 1 for name in parts))) if spread else math.inf
+    return Effect(mean, max(math.sqrt(squared), 1e-12), df)
 
 
 Hits: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]  # which test images were right, by seed

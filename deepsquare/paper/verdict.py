@@ -28,6 +28,7 @@ from deepsquare.paper.statistics import (
 
 ALPHA = 0.05
 BAD_RUN = 3.0  # points below the best run of the row
+IMAGE_ERROR = 0.1  # points: the standard error of two rows' difference from the choice of 10,000 images, as measured
 MARGIN = 0.5  # points: a smaller difference counts as none
 MIN_SEEDS = 3  # for a verdict on a difference of means
 PENDING = "not at a planned look yet"
@@ -53,10 +54,11 @@ class Sample:
     correct: Hits = field(default_factory=dict, hash=False)
 
     def first(self, seeds: int) -> Sample:
-        """The runs with the seeds below ``seeds``."""
-        chosen = {seed: value for seed, value in self.accuracies.items() if seed < seeds}
-        hits = {seed: value for seed, value in self.correct.items() if seed < seeds}
-        return Sample(chosen, frozenset(seed for seed in self.diverged if seed < seeds), hits)
+        """The runs with the seeds from 0 to ``seeds`` - 1."""
+        taken = range(seeds)
+        chosen = {seed: value for seed, value in self.accuracies.items() if seed in taken}
+        hits = {seed: value for seed, value in self.correct.items() if seed in taken}
+        return Sample(chosen, frozenset(seed for seed in self.diverged if seed in taken), hits)
 
     @property
     def values(self) -> list[float]:
@@ -117,7 +119,7 @@ class Finding:
     low: float | None = None
     high: float | None = None
     n: tuple[int, ...] = ()  # seeds of each row
-    both_sources: bool = False  # the interval has the error of the test images too
+    own_images: bool = False  # the error of the test images is that of these rows
     direction: int = 0  # the sign of a difference that is not 0
     at_look: bool = False  # its rows have reached a planned look
     note: str = ""
@@ -137,32 +139,38 @@ def judge_family(
 
     Args:
         samples: the runs of each row; one of another schedule is named ``row@schedule``.
-        looks: numbers of seeds with the alpha that each spends. A row has reached a look when the first so many seeds
-            have run, or all that are planned for it; at the last look it is taken with all that are planned.
+        looks: numbers of seeds with the alpha that each spends. A look is reached when the first so many seeds of every
+            row of the hypotheses have run, or all that are planned for it; the last look takes all that are planned.
         planned: seeds per row, if not those of the last look.
     """
     counts = {name: (planned or {}).get(name, looks[-1][0]) for name in samples}
+    needed = {name for hypothesis in hypotheses for name in hypothesis.coefficients}
     rejected = [[False, False] for _ in hypotheses]
+    signs = [0.0] * len(hypotheses)  # of the difference, when it was shown
     findings = [_pending(samples, hypothesis) for hypothesis in hypotheses]
     for seeds, alpha in looks:
         wanted = {name: counts[name] if seeds == looks[-1][0] else min(seeds, counts[name]) for name in samples}
         taken = {name: sample.first(wanted[name]) for name, sample in samples.items()}
-        ready = {name for name, sample in taken.items() if len(sample.accuracies) == wanted[name]}
+        if any(name not in taken or len(taken[name].accuracies) < wanted[name] for name in needed):
+            break
         analysis = _Analysis({name: taken[name] for name in taken if len(taken[name].accuracies) > 1})
-        tests = [
-            analysis.test(hypothesis) if hypothesis.coefficients.keys() <= ready else None for hypothesis in hypotheses
-        ]
+        tests = [analysis.test(hypothesis) for hypothesis in hypotheses]
         p_values = [(1.0, 1.0) if test is None else test.p_values for test in tests]
         for index, now in enumerate(reject_holm(p_values, alpha)):
             test = tests[index]
             if test is not None:
+                if now[0] and not rejected[index][0]:
+                    signs[index] = test.sign
                 rejected[index] = [a or b for a, b in zip(rejected[index], now, strict=True)]
-                differs = isinstance(hypotheses[index], Differs) and rejected[index][0]
+                hypothesis = hypotheses[index]
+                verdict = _verdict(hypothesis, signs[index], rejected[index])
+                note = test.finding.note
+                if verdict is Verdict.SMALLER and isinstance(hypothesis, Differs) and test.sign * hypothesis.size < 0:
+                    note = "the sign is the opposite one, by no more than chance can bring"
+                if seeds != looks[-1][0]:
+                    note = "; ".join(filter(None, (note, f"the look at {seeds} seeds, of {looks[-1][0]} planned")))
                 findings[index] = replace(
-                    test.finding,
-                    verdict=_verdict(hypotheses[index], test, rejected[index]),
-                    direction=int(test.sign) if differs else 0,
-                    at_look=True,
+                    test.finding, verdict=verdict, direction=int(signs[index]), at_look=True, note=note
                 )
     return findings
 
@@ -197,25 +205,25 @@ class _Analysis:
             return _test_ranks(hypothesis, rows)
         if min(len(sample.values) for sample in rows.values()) < MIN_SEEDS:
             return None
-        images, both = self._image_variance(hypothesis)
+        images, own = self._image_variance(hypothesis)
         values = {name: sample.values for name, sample in rows.items()}
         effect = contrast(values, hypothesis.coefficients, self.variances, images)
         low, high = effect.interval()
         n = tuple(len(sample.values) for sample in rows.values())
-        finding = Finding(Verdict.INCONCLUSIVE, effect.mean, low, high, n, both)
+        finding = Finding(Verdict.INCONCLUSIVE, effect.mean, low, high, n, own)
         return _Test(_p_values(hypothesis, effect), finding, math.copysign(1, effect.mean))
 
     def _image_variance(self, hypothesis: Hypothesis) -> tuple[float, bool]:
-        """That of the rows of the hypothesis, or of comparable ones; 0 if no row says which images were right."""
+        """That of the rows of the hypothesis, or of comparable ones, or the one measured on other rows."""
         correct = {name: sample.correct for name, sample in self.stable.items()}
         own = image_variance(correct, hypothesis.coefficients)
         if own is not None:
             return own, True
         names = [name for name, hits in correct.items() if len(hits) > 1]
         others = [image_variance(correct, {names[0]: 1.0, name: -1.0}) for name in names[1:]]
-        known = [value for value in others if value is not None]
-        weight = sum(abs(c) for c in hypothesis.coefficients.values()) / 2
-        return (weight * sum(known) / len(known), True) if known else (0.0, False)
+        known = [value for value in others if value is not None] or [IMAGE_ERROR**2]
+        pairs = sum(abs(c) for c in hypothesis.coefficients.values()) / 2
+        return pairs * sum(known) / len(known), False
 
 
 def _p_values(hypothesis: Hypothesis, effect: Effect) -> tuple[float, float]:
@@ -233,9 +241,9 @@ def _p_values(hypothesis: Hypothesis, effect: Effect) -> tuple[float, float]:
     raise TypeError(f"no test for {hypothesis!r}")
 
 
-def _verdict(hypothesis: Hypothesis, test: _Test, rejected: Sequence[bool]) -> Verdict:
+def _verdict(hypothesis: Hypothesis, sign: float, rejected: Sequence[bool]) -> Verdict:
     if isinstance(hypothesis, Differs):
-        if rejected[0] and test.sign * hypothesis.size < 0:
+        if rejected[0] and sign * hypothesis.size < 0:
             return Verdict.CONTRARY
         if rejected[1] and hypothesis.sized:
             return Verdict.SMALLER
@@ -262,9 +270,9 @@ def _test_ranks(hypothesis: Hypothesis, rows: Mapping[str, Sample]) -> _Test:
     if len(rows) != 2 or isinstance(hypothesis, NoDifference):
         return _Test((1.0, 1.0), finding)
     upper, lower = (next(name for name, c in hypothesis.coefficients.items() if c * sign > 0) for sign in (1, -1))
-    above, below = rank_p(rows[upper].values, rows[lower].values)
     if isinstance(hypothesis, NotWorse):
-        return _Test((above, below), finding)
+        return _Test(rank_p([value + hypothesis.margin for value in rows[upper].values], rows[lower].values), finding)
+    above, below = rank_p(rows[upper].values, rows[lower].values)
     return _Test((min(1.0, 2 * min(above, below)), 1.0), finding, 1.0 if above < below else -1.0)
 
 

@@ -66,10 +66,10 @@ def test_divergence_of_deepsquare6_is_counted_as_chance() -> None:
     rows = rows_of("DeepSquare6", lambda run: None if (run.row, run.seed) == ("DeepSquare6, 5+", 0) else 60.0)
     section = next(s for s in ablations(rows) if s["title"].startswith("DeepSquare6"))
     assert section["table"][0][1] == "60.00 (60.0 to 60.0)"
-    assert section["table"][3][1] == "51.67 (10.0 to 60.0, 1 of 6 diverged)"
+    assert section["table"][3][1] == "52.86 (10.0 to 60.0, 1 of 7 diverged)"
     counted, bound = section["sentences"]
-    assert counted == "3 of 72 runs diverged: −s·x² (5s-) 0, +s·x² (5s+) 0, −x² (5-) 0, +x² (5+) 3."
-    assert "below 39% with 95% confidence" in bound  # 1 − 0.05^(1/6)
+    assert counted == "3 of 84 runs diverged: −s·x² (5s-) 0, +s·x² (5s+) 0, −x² (5-) 0, +x² (5+) 3."
+    assert "below 35% with 95% confidence" in bound  # 1 − 0.05^(1/7)
 
 
 def test_activations_and_starts() -> None:

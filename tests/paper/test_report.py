@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.report import BASE, GAINS, Page, RenderPage, row, rows_of, standard_rows, write_store
+from helpers.report import BASE, Page, RenderPage, row, rows_of, standard_rows, write_store
 from scipy import stats
 
 from deepsquare.cost import cost_of, format_count
@@ -39,14 +39,12 @@ def standard_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def test_tables_show_the_rows(standard_page: Page) -> None:
     page = standard_page
-    gained = [base + gain for base, gain in zip(BASE, GAINS, strict=True)]
-    low, high = stats.ttest_ind(gained[:3], BASE[:3], equal_var=False).confidence_interval(0.95)  # the look: 3 seeds
     half = stats.sem(BASE) * stats.t.ppf(0.975, 3)
     original, ours = page.line("table2", "Original"), page.line("table2", "DeepSquare3")
     assert original[1:4] == ["None", "81.71", "0"]
     assert original[4:6] == [f"81.00 ± {half:.2f}4 seeds", "−0.71against the paper"]
     assert ours[1:4] == ["3_4", "82.77", "+1.06"]
-    assert ours[5] == f"+1.00[+{low:.2f}, +{high:.2f}] ≈✓ reproduced"
+    assert ours[5] == "+1.00no interval yet? inconclusivenot at a planned look yet"  # the other rows have not run
     assert ours[6].endswith("2 seeds")
     assert ours[7].endswith("? inconclusivenot at a planned look yet")
     assert "≈" not in ours[7]  # an interval of two seeds holds nearly everything
@@ -59,7 +57,7 @@ def test_tables_show_the_rows(standard_page: Page) -> None:
         "DeepSquare3 (Square-Pooling, EleSquare at 3_4) improves the vanilla CNN"
         "Table 2; evidence: the sign of the difference to the original network, and its size",
     )
-    assert claim[1:2] + claim[3:] == ["+1.06", "3", "CIFAR-10, 10 epochs", "cifar10"]
+    assert claim[1:2] + claim[3:] == ["+1.06", "2", "CIFAR-10, 60 epochs", "cifar10"]
     assert page.line("conditions", "cifar10")[1:5] == ["12", "0, 1, 2, 3", "6.0", "2025-11-01"]
 
 
@@ -120,11 +118,11 @@ def test_diverged_runs_are_counted_and_left_out(render_page: RenderPage) -> None
     page = render_page([*standard_rows(), *some, *none_left])
     assert page.line("table3", "Variant4")[4].endswith("1 of 4 diverged")
     assert page.line("table3", "Variant4")[4].startswith("72.50 ± 1.24")
-    assert page.line("table3", "Variant4")[5].startswith("−8.50[")
+    assert page.line("table3", "Variant4")[5].startswith("−24.12")  # as chance in the difference
     divergence = page.line("table2", "DeepSquare6")
     assert divergence[4] == "divergence3 of 3 diverged"
-    assert divergence[5] == "? inconclusive3 of 3 runs diverged [29%, 100%]"  # three runs are too few for a verdict
-    assert page.line("table3", "Variant2")[5] == "? inconclusiveVariant2: 3 of 3 runs are bad"  # and for ranks
+    assert divergence[5] == ""  # judged with its other forms, in the ledger
+    assert page.line("table3", "Variant2")[5].startswith("−71.00")
 
 
 def test_runs_on_other_data_are_proxies(render_page: RenderPage) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepsquare.paper.rows import check_row
 from deepsquare.paper.statistics import Interval, interval, paired
 from deepsquare.paper.tables import PaperRow, PaperTable
 from deepsquare.paper.verdict import MIN_SEEDS, Finding, Verdict
@@ -138,9 +139,13 @@ def read_stores(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.jsonl")) if _is_store(path)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            stored = Store(path).rows()
+            stored = Store(path).rows_by_line()
         notes += [str(warning.message).replace(str(path), path.name) for warning in caught]
-        for row in stored:
+        for line, row in stored.items():
+            try:
+                check_row(row)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {line}: {error}. Remove that line to repeat the run") from error
             if row.experiment not in ("fig2", "support"):  # figures.py reads the first; the second has its own page
                 rows.setdefault(row.key, row)
     return list(rows.values()), notes
@@ -177,7 +182,7 @@ def table_findings(table: PaperTable, rows: Sequence[Row], judged: JudgedRows | 
     """Compare the rows with the entries of a table; ``judged`` has the findings of the ledger."""
     runs = [run for row in rows if (run := RunResult.from_row(row)) and _belongs(run, table)]
     entry_epochs = {entry.epochs for entry in table.entries} - {None}
-    latest, notes = _latest_recipes(runs, entry_epochs)
+    latest, notes = latest_recipes(runs, entry_epochs)
     schedules = sorted({run.schedule for run in latest}, key=lambda s: (not s.is_proxy, s.epochs, s.name))
     first_by_seed = {(run.schedule, run.model, run.spec, run.row.seed): run for run in reversed(latest)}  # of any label
     in_order = sorted(first_by_seed.values(), key=lambda run: run.row.seed)
@@ -210,7 +215,7 @@ def _belongs(run: RunResult, table: PaperTable) -> bool:
     return on_data[table.data] and run.model in {entry.model for entry in table.entries}
 
 
-def _latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) -> tuple[list[RunResult], list[str]]:
+def latest_recipes(runs: Sequence[RunResult], entry_epochs: set[int | None]) -> tuple[list[RunResult], list[str]]:
     """Keep one recipe for each schedule name of a model: the one that ran last."""
 
     def name_of(run: RunResult) -> tuple[str, str, str, int]:
@@ -242,8 +247,11 @@ def _schedule_result(
         for group in (runs, base or ())
     )
     improvement = None if base is None else paired(accuracies, base_accuracies)
-    if finding is not None and finding.mean is not None and finding.low is not None and finding.high is not None:
-        improvement = Interval(finding.mean, (finding.high - finding.low) / 2, min(finding.n))
+    if finding is not None and finding.mean is not None:
+        low, high = (
+            (-math.inf, math.inf) if finding.low is None or finding.high is None else (finding.low, finding.high)
+        )
+        improvement = Interval(finding.mean, (high - low) / 2, min(finding.n))
     return ScheduleResult(
         runs=tuple(runs),
         accuracy=interval(list(accuracies.values())),
@@ -252,6 +260,7 @@ def _schedule_result(
         agrees=claim is not None
         and improvement is not None
         and improvement.n >= MIN_SEEDS
+        and improvement.bounded
         and improvement.holds(claim),
         note="" if finding is None else finding.note,
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from deepsquare.paper.claim_tests import (
+from deepsquare.paper.claim_types import (
     Accuracy,
     ActivationCost,
     CheckedBy,
     Claim,
-    FewImprove,
+    GemCost,
     LeastTime,
     NotTested,
     Overhead,
@@ -27,11 +27,13 @@ from deepsquare.paper.claim_tests import (
 from deepsquare.paper.claims import CLAIMS, describe, hypotheses_of
 from deepsquare.paper.fig2.experiment import CaseSummary
 from deepsquare.paper.regimes import LONG, SHORT, SHORT_SUFFIX, TEST_IMAGES, Regime, regimes
-from deepsquare.paper.report import measured
+from deepsquare.paper.report import bench, measured
+from deepsquare.paper.report.evidence import RunResult, latest_recipes
 from deepsquare.paper.report.measured import Judged
+from deepsquare.paper.study.plan import VANILLA
 from deepsquare.paper.table_claims import signed
 from deepsquare.paper.tables import stored_labels
-from deepsquare.paper.verdict import PENDING, Differs, Finding, Hypothesis, Sample, Verdict, judge_family
+from deepsquare.paper.verdict import Differs, Finding, Hypothesis, Sample, Verdict, judge_family
 from deepsquare.results import Row, unpack_bits
 
 PLAIN = ("Original", "ShuffleNetV2-0.5×", "ResNet10")
@@ -112,29 +114,39 @@ _TABLE_HYPOTHESES = frozenset(
 
 def judge_regime(regime: Regime, hypotheses: Sequence[Hypothesis], rows: Sequence[Row]) -> list[Finding]:
     """Judge the hypotheses of a regime together, on its rows."""
-    samples = samples_of(rows, regime.experiment, regime.schedule)
+    samples = samples_of(rows, regime)
     planned = dict(regime.planned)
     if any(name.endswith(SHORT_SUFFIX) for hypothesis in hypotheses for name in hypothesis.coefficients):
         short = regimes()[SHORT]
-        for label, sample in samples_of(rows, short.experiment, short.schedule).items():
+        for label, sample in samples_of(rows, short).items():
             samples[label + SHORT_SUFFIX] = sample
             planned[label + SHORT_SUFFIX] = short.looks[-1][0]
     return judge_family(samples, hypotheses, regime.looks, planned)
 
 
-def samples_of(rows: Sequence[Row], experiment: str, schedule: str) -> dict[str, Sample]:
-    """The runs of an experiment and schedule by label."""
-    labels = stored_labels()
+def samples_of(rows: Sequence[Row], regime: Regime) -> dict[str, Sample]:
+    """The runs of a regime by label, each once: those that the plan has, or of CIFAR-10's recipes the latest."""
+    of_regime = [
+        row
+        for row in rows
+        if (row.experiment, row.recipe.get("schedule")) == (regime.experiment, regime.schedule)
+        and "accuracy" in row.metrics
+    ]
+    if regime.keys:
+        chosen = [(row.row, row) for row in of_regime if row.key in regime.keys]
+    else:
+        labels = stored_labels()
+        runs, _ = latest_recipes([run for row in of_regime if (run := RunResult.from_row(row))], set())
+        chosen = [(labels[run.spec], run.row) for run in runs if run.spec in labels and run.model == VANILLA]
     accuracies: dict[str, dict[int, float]] = {}
     diverged: dict[str, set[int]] = {}
     correct: dict[str, dict[int, Any]] = {}
-    for row in rows:
-        if row.experiment != experiment or row.recipe.get("schedule") != schedule or "accuracy" not in row.metrics:
-            continue
-        label = labels.get(row.recipe.get("spec", ""), row.row) if experiment == "cifar10" else row.row
+    for label, row in chosen:
         metrics, fraction = row.metrics, row.metrics["accuracy"]
+        if row.seed in accuracies.setdefault(label, {}):
+            continue
         failed = bool(metrics.get("diverged")) or fraction is None
-        accuracies.setdefault(label, {})[row.seed] = 100 / CLASSES[experiment] if failed else 100 * fraction
+        accuracies[label][row.seed] = 100 / CLASSES[regime.experiment] if failed else 100 * fraction
         if failed:
             diverged.setdefault(label, set()).add(row.seed)
         elif metrics.get("correct"):
@@ -165,8 +177,6 @@ def _judge(test: Test, evidence: Evidence) -> Judged:
     match test:
         case Accuracy():
             return _accuracy(test, evidence)
-        case FewImprove():
-            return _few_improve(test, evidence)
         case SpiralRegimes():
             return measured.spiral_regimes(test, evidence.rows)
         case Spirals():
@@ -181,6 +191,8 @@ def _judge(test: Test, evidence: Evidence) -> Judged:
             return measured.least_time(test, evidence.table_6)
         case ActivationCost():
             return measured.activation_cost(test, evidence.activations)
+        case GemCost():
+            return measured.gem_cost(bench.op_times(evidence.rows))
         case SignShares():
             return measured.sign_shares(evidence.rows)
         case Probe():
@@ -201,11 +213,17 @@ def _accuracy(test: Accuracy, evidence: Evidence) -> Judged:
         pairs = zip(test.hypotheses, findings, strict=True)
         effect = "; ".join(f"{describe(h)} {_effect(f) if f.mean is not None else f.note}" for h, f in pairs)
         notes = dict.fromkeys(f.note for f in findings if f.note and f.mean is not None)
+        given = [evidence.findings[test.regime, hypothesis].verdict for hypothesis in test.given]
+        if verdict is Verdict.REPRODUCED and set(given) - {Verdict.REPRODUCED}:
+            verdict = Verdict.INCONCLUSIVE
+            notes["the others are not all better than the plain network here"] = None
         return Judged(verdict, effect, seeds, regime.title, store, "; ".join(notes), final)
     finding = findings[0]
     effect = "" if finding.mean is None else _effect(finding)
-    without = finding.bounded and not finding.both_sources
-    note = "; ".join(filter(None, (finding.note, "without the error of the test images" if without else "")))
+    if len(test.hypotheses[0].coefficients) > 2:
+        effect = f"{describe(test.hypotheses[0])}: {effect}"
+    elsewhere = finding.bounded and not finding.own_images
+    note = "; ".join(filter(None, (finding.note, "error of the test images from other rows" if elsewhere else "")))
     return Judged(finding.verdict, effect, seeds, regime.title, store, note, final)
 
 
@@ -224,22 +242,6 @@ def _any(verdicts: Sequence[Verdict]) -> Verdict:
     if Verdict.REPRODUCED in verdicts:
         return Verdict.REPRODUCED
     return verdicts[0] if len(set(verdicts)) == 1 else Verdict.INCONCLUSIVE
-
-
-def _few_improve(test: FewImprove, evidence: Evidence) -> Judged:
-    regime, findings = regimes()[test.regime], list(evidence.against_original(test.regime).values())
-    better, worse = (sum(finding.direction == sign for finding in findings) for sign in (1, -1))
-    final = all(finding.at_look for finding in findings)
-    effect = f"of {len(findings)}: {better} better, {worse} worse, the others not told apart"
-    verdict = Verdict.INCONCLUSIVE
-    if 2 * better >= len(findings):
-        verdict = Verdict.CONTRARY
-    elif 2 * (len(findings) - worse) < len(findings):
-        verdict = Verdict.REPRODUCED
-    seeds = _seeds([n for finding in findings for n in finding.n])
-    if not any(finding.at_look for finding in findings):
-        verdict = Verdict.NOT_TESTED
-    return Judged(verdict, effect, seeds, regime.title, f"{regime.experiment}.jsonl", "" if final else PENDING, final)
 
 
 def _effect(finding: Finding) -> str:

@@ -63,7 +63,6 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     """Everything the templates show."""
     rows, notes = read_stores(results)
     by_backbone, table_6 = bench.backbones(rows), bench.table_6(rows)
-    baselines = table_findings(BASELINES_TABLE, rows)
     functions = bench.op_times(rows)
     latencies = bench.latencies(rows)
     fig2 = next((found for folder in results if (found := Store(Path(folder) / "fig2.jsonl").rows())), [])
@@ -72,6 +71,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
     evidence = Evidence(rows, summarize(fig2) if fig2 else [], spirals, by_backbone, table_6, costs)
     entries = ledger(evidence)
     tables = [table_findings(table, rows, evidence.by_schedule()) for table in TABLES]
+    baselines = table_findings(BASELINES_TABLE, rows, evidence.by_schedule())
     cifar = [findings for findings in tables if findings.table.data == "CIFAR-10"]
     return {
         "rule": verdict,

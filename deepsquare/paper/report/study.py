@@ -75,11 +75,19 @@ def _entry(
         "seeds": f"{len(accuracies)} of {family.seeds}",
         "top1": fmean(accuracies.values()) if accuracies else None,
         "top5": fmean(top5) if top5 else None,
-        "so_far": paired(accuracies, base) if spec else None,
+        "so_far": _so_far(accuracies, base, finding) if spec else None,
         "judged": finding if finding is not None and finding.at_look else None,
         "next_look": next((look for look in family.looks if look > _paired_seeds(accuracies, base)), None),
         "is_base": not spec,
     }
+
+
+def _so_far(accuracies: Mapping[int, float], base: Mapping[int, float], finding: Finding | None) -> float | None:
+    """The difference of the means: the ledger's, or of the seeds that both have."""
+    if finding is not None:
+        return finding.mean
+    difference = paired(accuracies, base)
+    return None if difference is None else difference.mean
 
 
 def _paired_seeds(accuracies: Mapping[int, float], base: Mapping[int, float]) -> int:

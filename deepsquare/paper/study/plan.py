@@ -80,7 +80,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Fail if values do not fit together."""
         if not self.rows:
             raise ValueError("rows is empty; expected at least one")
-        if not all((self.name, self.schedule, *self.rows)):
+        if not all((self.name, self.schedule, *self.rows, *self.more_schedules)):
             raise ValueError("a name is empty; the family, its schedule and its rows need one")
         if not 1 <= self.seeds <= MAX_SEEDS:
             raise ValueError(f"seeds is {self.seeds}; expected at least 1 and at most {MAX_SEEDS}")
@@ -115,6 +115,11 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("rows is a list; expected labels with their specs")
         if unknown := self.row_recipe.keys() - self.rows.keys():
             raise ValueError(f"row_recipe has {', '.join(sorted(unknown))}; expected labels of rows")
+        for row, changes in self.row_recipe.items():
+            for schedule, others in self.more_schedules.items():
+                if both := changes.keys() & others.keys():
+                    fields = ", ".join(sorted(both))
+                    raise ValueError(f"row_recipe of {row!r} and more_schedules {schedule!r} both set {fields}")
         if self.schedule in self.more_schedules:
             raise ValueError(f"more_schedules has {self.schedule!r}, which is the schedule")
         if self.experiment == "cifar10_ablation" and (self.kwargs or self.model != VANILLA):

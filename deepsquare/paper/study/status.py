@@ -76,7 +76,7 @@ def status_table(families: Sequence[FamilyStatus]) -> Table:
         title=f"The study: {done} of {runs} runs done",
         caption=f"{spent:.1f} core-hours spent, {left:.1f} left{pace}",
     )
-    for heading in ("family", "runs", "core-hours", "left", "planned per run", "to be judged at"):
+    for heading in ("family", "runs", "core-hours", "left", "hours per run", "to be judged at"):
         is_text = heading in ("family", "to be judged at")
         table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for status in families:

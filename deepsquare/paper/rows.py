@@ -1,0 +1,90 @@
+"""What the rows of training runs must hold before anything is judged on them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deepsquare.paper.regimes import TEST_IMAGES
+from deepsquare.results import Row, unpack_bits
+
+TRAINED = ("cifar10", "cifar10_ablation", "tiny_imagenet")
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
+
+
+class Signs(msgspec.Struct):
+    """Shares of test images with x_k > 0, by class."""
+
+    all: list[Share]
+
+
+class Reestimated(msgspec.Struct):
+    """After new batch statistics."""
+
+    accuracy: Share
+
+
+class Probes(msgspec.Struct, rename={"means": "M", "pooled": "G", "moments": "M, S²", "control": "M, M²"}):
+    """Accuracies of linear probes."""
+
+    means: Share
+    pooled: Share
+    moments: Share
+    control: Share
+
+
+class Metrics(msgspec.Struct):
+    """The metrics of a training run that are read."""
+
+    accuracy: Share | None
+    diverged: str | bool | None
+    top5: Share | None = None
+    correct: str | None = None
+    cpu_seconds: Seconds | None = None
+    test_accuracy: list[Share | None] = []
+    softmin_signs: Signs | None = None
+    reestimated_bn: Reestimated | None = None
+    linear_probe: Probes | None = None
+
+
+class Conditions(msgspec.Struct):
+    """The fields of a recipe that are read."""
+
+    model: str
+    spec: str
+    schedule: str
+    epochs: Annotated[int, Meta(ge=1)]
+    held_out: Annotated[int, Meta(ge=0)] = 0
+
+
+def check_row(row: Row) -> None:
+    """Fail if a training run's row holds what no run can have; ValueError names the row and the field."""
+    if row.experiment not in TRAINED:
+        return
+    try:
+        if row.seed < 0:
+            raise ValueError(f"seed is {row.seed}; expected at least 0")
+        recipe = msgspec.convert(row.recipe, Conditions)
+        metrics = msgspec.convert(row.metrics, Metrics)
+        if metrics.correct is not None:
+            _check_correct(metrics.correct, metrics.accuracy, recipe.held_out or TEST_IMAGES)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ValueError(f"{row.row} of {row.experiment}, seed {row.seed}: {error}") from error
+
+
+def _check_correct(text: str, accuracy: float | None, images: int) -> None:
+    """The bits of the test images that were right must be as many as the images, and agree with the accuracy."""
+    try:
+        packed = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("correct is no base64") from None
+    if len(packed) != -(-images // 8):
+        raise ValueError(f"correct has {8 * len(packed)} bits; expected those of {images} images")
+    share = float(unpack_bits(text, images).double().mean())
+    if accuracy is not None and abs(share - accuracy) > 1e-4:
+        raise ValueError(f"correct says that {share:.4f} of the images were right, and accuracy {accuracy}")
