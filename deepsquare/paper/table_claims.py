@@ -60,18 +60,25 @@ _TINY_VANILLA_LABELS = {
 }
 
 
-_MODULES = {"DeepSquare3": "Square-Pooling", "DeepSquare5s-": "Square-Softmin", "DeepSquare8": "both together"}
+_MODULES = {
+    "DeepSquare3": "Square-Pooling",
+    "DeepSquare5s-": "Square-Softmin",
+    "DeepSquare8": "Square-Pooling with Square-Softmin",
+}
 
 
 def _row(table: PaperTable, entry: PaperRow, label: str) -> Claim:
     """That a row of Table 2 or 3 differs from Original as the paper states."""
     key, place = f"T{table.number}-{entry.label}", f"Table {table.number}"
-    details = (
-        _MODULES.get(entry.label),
-        f"EleSquare at {entry.detail}" if table is TABLE_2 else None,
-        f"moment of order {entry.detail}" if table is TABLE_3 and entry.detail != "–" else None,
+    name, details = (
+        _MODULES.get(entry.label, entry.label),
+        (
+            entry.label if entry.label in _MODULES else None,
+            f"EleSquare at {entry.detail}" if table is TABLE_2 else None,
+            f"moment of order {entry.detail}" if table is TABLE_3 and entry.detail != "–" else None,
+        ),
     )
-    what = f"{entry.label} ({', '.join(filter(None, details))})" if any(details) else entry.label
+    what = f"{name} ({', '.join(filter(None, details))})" if any(details) else name
     if entry.top1 is None:
         forms = tuple(Diverges({form: 1.0}) for form in (label, *(f"{label}, {form}" for form in ("5s+", "5-", "5+"))))
         regimes = (DEEPSQUARE6, f"{DEEPSQUARE6}, lr × 1/4", f"{DEEPSQUARE6}, lr × 4")

@@ -54,7 +54,7 @@ def test_tables_show_the_rows(standard_page: Page) -> None:
     assert headings[3:] == ["Ours, short (12 epochs)", "Ours, long (80 epochs)"]
     claim = page.line(
         "ledger",
-        "DeepSquare3 (Square-Pooling, EleSquare at 3_4) improves the vanilla CNN"
+        "Square-Pooling (DeepSquare3, EleSquare at 3_4) improves the vanilla CNN"
         "Table 2; evidence: the sign of the difference to the original network, and its size",
     )
     assert claim[1:2] + claim[3:] == ["+1.06", "2", "CIFAR-10, 60 epochs", "cifar10"]
