@@ -120,7 +120,6 @@ class Finding:
     high: float | None = None
     n: tuple[int, ...] = ()  # seeds of each row
     own_images: bool = False  # the error of the test images is that of these rows
-    direction: int = 0  # the sign of a difference that is not 0
     at_look: bool = False  # its rows have reached a planned look
     note: str = ""
 
@@ -169,9 +168,7 @@ def judge_family(
                     note = "the sign is the opposite one, by no more than chance can bring"
                 if seeds != looks[-1][0]:
                     note = "; ".join(filter(None, (note, f"the look at {seeds} seeds, of {looks[-1][0]} planned")))
-                findings[index] = replace(
-                    test.finding, verdict=verdict, direction=int(signs[index]), at_look=True, note=note
-                )
+                findings[index] = replace(test.finding, verdict=verdict, at_look=True, note=note)
     return findings
 
 
