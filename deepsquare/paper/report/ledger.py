@@ -31,12 +31,12 @@ from deepsquare.paper.report import bench, measured
 from deepsquare.paper.report.evidence import RunResult, latest_recipes
 from deepsquare.paper.report.measured import Judged
 from deepsquare.paper.study.plan import VANILLA
-from deepsquare.paper.table_claims import signed
+from deepsquare.paper.table_claims import ORIGINAL, SHUFFLENET, signed
 from deepsquare.paper.tables import stored_labels
 from deepsquare.paper.verdict import Differs, Finding, Hypothesis, Sample, Verdict, judge_family
 from deepsquare.results import Row, unpack_bits
 
-PLAIN = ("Original", "ShuffleNetV2-0.5×", "ResNet10")
+PLAIN = (ORIGINAL, SHUFFLENET, "ResNet10")
 CLASSES = {"cifar10": 10, "cifar10_ablation": 10, "tiny_imagenet": 200}
 
 
