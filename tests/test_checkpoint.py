@@ -26,6 +26,7 @@ import deepsquare.checkpoint
 from deepsquare.checkpoint import RunInfo, read_header
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import equip_record
+from deepsquare.training.distributed import end_process_group
 
 
 def images(model: nn.Module) -> Tensor:
@@ -381,7 +382,7 @@ def test_kwargs_that_cannot_be_stored(tmp_path: Path) -> None:
 def process_group() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
-    torch.distributed.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what torch.compile imports

@@ -79,8 +79,13 @@ def init_distributed(device: str | None = None) -> Iterator[DistributedContext]:
     try:
         yield context
     finally:
-        _ended_groups.append(dist.group.WORLD)
-        dist.destroy_process_group()
+        end_process_group()
+
+
+def end_process_group() -> None:
+    """Destroy the process group without the deadlock that is described above."""
+    _ended_groups.append(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def _select_device(kind: str | None, local_rank: int) -> torch.device:

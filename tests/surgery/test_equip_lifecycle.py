@@ -23,7 +23,7 @@ from helpers.models import (
     tuned,
 )
 from torch import Tensor, nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +33,7 @@ import deepsquare as ds
 from deepsquare.models import NETWORKS
 from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.surgery import equip_record
+from deepsquare.training.distributed import end_process_group
 
 EVERYTHING = "pooling+excitation+encoding+softmin"
 ROWS = [(network.model, network.spec) for network in NETWORKS]
@@ -341,7 +342,7 @@ def worker(rank: int, folder: str) -> None:
     assert ds.sites(ddp) == ds.sites(model)
     if rank == 0:
         torch.save({key: p.grad for key, p in model.named_parameters()}, f"{folder}/gradients")
-    destroy_process_group()
+    end_process_group()
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
