@@ -22,7 +22,7 @@ from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.surgery import PREFIX, equip_record, fold, intact_record, is_folded, unwrap
+from deepsquare.surgery import PREFIX, Init, equip_record, fold, intact_record, is_folded, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -48,6 +48,7 @@ class Header:
     dropout: float | None
     input_shape: tuple[int, ...] | None  # None for a model without a spec
     folded: bool
+    init: Init = "paper"
     preprocessing: Preprocessing | None = None
     run: RunInfo | None = None
 
@@ -71,6 +72,7 @@ def save(
         dropout=record.dropout if record else None,
         input_shape=record.sites.input_shape if record else None,
         folded=is_folded(model),
+        init=record.init if record else "paper",
         preprocessing=preprocessing,
         run=run,
     )
@@ -94,22 +96,24 @@ def save(
             raise OSError(f"could not write {path}: {error}") from error
 
 
-def load(path: PathLike, spec: str | None = None) -> nn.Module:
+def load(path: PathLike, spec: str | None = None, init: Init | None = None) -> nn.Module:
     """Rebuild the model that :func:`save` wrote.
 
-    ``spec`` equips it otherwise than the checkpoint says; parameters that the file lacks are logged.
+    ``spec`` and ``init`` equip it otherwise than the checkpoint says; parameters that the file lacks are logged.
     """
     header = read_header(path)
     if header.name is None:
         equipped = header.spec or header.dropout is not None
-        equipping = f", call deepsquare.equip(model, {header.spec!r}, dropout={header.dropout})" if equipped else ""
+        starting = f", init={header.init!r}" if header.init != "paper" else ""
+        equipping = f", call deepsquare.equip(model, {header.spec!r}, dropout={header.dropout}{starting})"
+        equipping = equipping if equipped else ""
         folding = ", fold it" if header.folded else ""
         raise ValueError(
             f"{path} holds a model that create_model did not build, so it cannot be rebuilt by name; build the model "
             f"yourself{equipping}{folding}, then call deepsquare.load_weights(model, path)"
         )
     kwargs = {key: value for key, value in header.kwargs.items() if key not in WEIGHT_KWARGS}
-    kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape}
+    kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape, "init": init or header.init}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* with γ = 0")  # the weights are loaded below
         model = create_model(header.name, header.spec if spec is None else spec, **kwargs)

@@ -5,6 +5,10 @@ Operators". A *map* is a tensor (N, C, spatial…) with one, two or three spatia
 stands for the number of its spatial positions. A pooling returns (N, C), or (N, C, 1, …) with ``keepdim``. The fused
 forms of :mod:`deepsquare.kernels` decorate their formula.
 
+NOTE not in paper: β. Where a function takes ``beta``, a tensor of one element, it returns (1 − β) · base + β · result
+in the same number of passes over the map; the base is what a network without it has there: the mean for a pooling, else
+``x`` itself. So β = 0 leaves a trained network as it is, and β = 1, as None, is the paper's function.
+
 NOTE not in paper: number formats. Half types (float16, bfloat16) are squared and summed in float32. Under autocast the
 poolings and Square-Softmin return float32, as torch's own ``pow`` and ``norm`` do; in a half-precision model they
 return its type, where a value beyond that type's range becomes inf.
@@ -23,10 +27,19 @@ _HALF = (torch.float16, torch.bfloat16)
 _REAL = (torch.float64, torch.float32, *_HALF)
 
 
-def square(x: Tensor) -> Tensor:
-    """Equation (14): σ(t) = t², elementwise; any shape, the type of ``x``."""
+def square(x: Tensor, beta: Tensor | None = None) -> Tensor:
+    """Equation (14): σ(t) = t², elementwise; any shape, the type of ``x``. With β: t · (1 − β + β · t)."""
     _require_real(x)
+    if beta is not None:
+        _require_one_element("beta", beta)
+        return _blended_square(x, beta)
     return x * x  # not pow: autocast would turn pow into float32 and double the memory of the map
+
+
+@kernels.BlendedSquare
+def _blended_square(x: Tensor, beta: Tensor) -> Tensor:
+    beta = beta.to(x.dtype).reshape(())
+    return x * (1 - beta + beta * x)  # x for β = 0, even where t² overflows
 
 
 def relu_square(x: Tensor) -> Tensor:
@@ -41,13 +54,31 @@ def _relu_square(x: Tensor) -> Tensor:
     return positive * positive  # autograd saves one tensor for both operations
 
 
-def square_pooling(x: Tensor, keepdim: bool = False) -> Tensor:
+def square_pooling(x: Tensor, keepdim: bool = False, beta: Tensor | None = None) -> Tensor:
     """Equation (20), Square-Pooling: G_k = 1/HW · Σ_ij F_ijk².
 
-    ``x`` is F. The result is the second moment about the origin: mean² + variance (Equation 21).
+    ``x`` is F. The result is the second moment about the origin: mean² + variance (Equation 21). With β it is
+    (1 − β) · mean + β · G.
     """
     _require_map(x)
+    if beta is not None:
+        _require_one_element("beta", beta)
+        both = _mean_and_mean_square(x)
+        return _pooled(blend(both[0], both[1], beta), x, keepdim)
     return _pooled(_mean_square(x), x, keepdim)
+
+
+def blend(base: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+    """(1 − β) · base + β · value; for β = 0 the base, even where the value has overflowed."""
+    beta = beta.to(base.dtype).reshape(())
+    bypassed = torch.logical_and(beta == 0, torch.logical_not(value.isfinite()))
+    return (1 - beta) * base + beta * torch.where(bypassed, base, value)
+
+
+@kernels.MeanAndMeanSquare
+def _mean_and_mean_square(x: Tensor) -> Tensor:
+    wide = x.to(_accumulation_dtype(x))
+    return torch.stack([wide.mean(_spatial(x)), wide.square().mean(_spatial(x))])  # (2, N, C)
 
 
 @kernels.MeanSquare
@@ -173,41 +204,51 @@ def scale_proportion(g: Tensor, alpha: Tensor) -> Tensor:
     return (torch.where(one, 1, wide) / torch.where(one, 1, total)).to(g.dtype)
 
 
-def square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
+def square_excitation(x: Tensor, alpha: Tensor, beta: Tensor | None = None) -> Tensor:
     """Square-Excitation: F_ijk · s_k, where s is Scale-Proportion (25) of Square-Pooling (20) of F.
 
     ``x`` is F (N, C, spatial…), ``alpha`` a tensor of one element; returns the shape and type of ``x``. For half types
-    G and s stay in float32, and the product is rounded once: accurate for every finite float16 map.
+    G and s stay in float32, and the product is rounded once: accurate for every finite float16 map. With β the factor
+    is 1 − β + β · s_k.
     """
     _require_map(x)
     _require_one_element("alpha", alpha)
-    return _square_excitation(x, alpha)
+    if beta is not None:
+        _require_one_element("beta", beta)
+    return _square_excitation(x, alpha, beta)
 
 
 @kernels.SquareExcitation
-def _square_excitation(x: Tensor, alpha: Tensor) -> Tensor:
+def _square_excitation(x: Tensor, alpha: Tensor, beta: Tensor | None) -> Tensor:
     s = scale_proportion(_mean_square(x), alpha)
+    if beta is not None:
+        beta = beta.to(s.dtype).reshape(())
+        s = 1 - beta + beta * s
     return (x * _unflatten(s, x)).to(x.dtype)  # autograd saves x and s, never a float32 copy of x
 
 
 _square_excitation_add_relu = kernels.SquareExcitationAddReLU(_square_excitation)
 
 
-def square_excitation_add_relu(x: Tensor, alpha: Tensor, residual: Tensor, *, inplace: bool = False) -> Tensor:
+def square_excitation_add_relu(
+    x: Tensor, alpha: Tensor, residual: Tensor, beta: Tensor | None = None, *, inplace: bool = False
+) -> Tensor:
     """The end of a residual block with Square-Excitation: max(0, F_ijk · s_k + R_ijk).
 
-    ``x`` is F, ``alpha`` as in :func:`square_excitation`, ``residual`` is R, of the shape and type of ``x``. Fused, it
-    costs no more than the addition and the ReLU alone. ``inplace`` allows the result to be written over ``x``, which
-    must not be used afterwards; it has no effect where a gradient needs ``x``.
+    ``x`` is F, ``alpha`` and ``beta`` as in :func:`square_excitation`, ``residual`` is R, of the shape and type of
+    ``x``. Fused, it costs no more than the addition and the ReLU alone. ``inplace`` allows the result to be written
+    over ``x``, which must not be used afterwards; it has no effect where a gradient needs ``x``.
     """
     _require_map(x)
     _require_one_element("alpha", alpha)
+    if beta is not None:
+        _require_one_element("beta", beta)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"The residual has shape {tuple(residual.shape)} and type {residual.dtype}, expected those of the "
             f"branch: {tuple(x.shape)} and {x.dtype}."
         )
-    return _square_excitation_add_relu(x, alpha, residual, inplace=inplace)
+    return _square_excitation_add_relu(x, alpha, beta, residual, inplace=inplace)
 
 
 def _pooled(pooled: Tensor, x: Tensor, keepdim: bool) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.surgery import equip, equip_record
+from deepsquare.surgery import Init, equip, equip_record
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,20 @@ def vanilla_cnn(num_classes: int = 10) -> VanillaCNN:
 
 
 def create_model(
-    name: str, spec: str = "", *, dropout: float | None = None, input_shape: Sequence[int] | None = None, **kwargs: Any
+    name: str,
+    spec: str = "",
+    *,
+    init: Init = "paper",
+    dropout: float | None = None,
+    input_shape: Sequence[int] | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Build a model by name and equip it.
 
     Args:
         name: ``vanilla_cnn`` or a name of torchvision or timm; ``torchvision/NAME`` or ``timm/NAME`` for one of them.
         spec: terms joined by ``+``; empty for the base model.
+        init: how the modules start, see :func:`deepsquare.equip`.
         dropout: ratio before the last fully connected layer, see :func:`deepsquare.equip`.
         input_shape: shape of one input without the batch, if not the model's default; GE-θ is built for it.
         kwargs: passed to the library's builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
@@ -129,7 +136,7 @@ def create_model(
             stored["init_weights"] = False
     config = ModelConfig(f"{library}/{name.split('/')[-1]}" if library else name, stored)
     model.deepsquare_config = config  # type: ignore[assignment]  # a plain attribute, no submodule
-    return equip(model, spec, dropout=dropout, input_shape=input_shape)
+    return equip(model, spec, init=init, dropout=dropout, input_shape=input_shape)
 
 
 def _libraries() -> dict[str, tuple[list[str], Callable[..., nn.Module]]]:

@@ -10,9 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from deepsquare.nn import SquareExcitation, SquarePooling, SquareSoftmin
+from deepsquare.nn import EleSquare, SquareEncoding, SquareExcitation, SquarePooling, SquareSoftmin
 from deepsquare.surgery import fold
 from deepsquare.surgery.fold import replace
+from deepsquare.surgery.insertion import SITE, beta_of
 
 
 def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool) -> nn.Module:
@@ -37,37 +38,58 @@ def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool) -> nn
 class Pooling(nn.Module):
     """Square-Pooling, Equation (20)."""
 
-    def __init__(self, keepdim: bool) -> None:
+    def __init__(self, keepdim: bool, beta: Tensor | None) -> None:
         super().__init__()
-        self.keepdim = keepdim
+        self.square, self.keepdim = Square(beta), keepdim
 
     def forward(self, x: Tensor) -> Tensor:
-        return _mean_square(x) if self.keepdim else _mean_square(x).flatten(1)
+        pooled = _mean(self.square(x))
+        return pooled if self.keepdim else pooled.flatten(1)
+
+
+class Square(nn.Module):
+    """EleSquare, Equation (14), blended with its input by a constant β."""
+
+    beta: Tensor | None
+    offset: Tensor | None  # 1 − β
+
+    def __init__(self, beta: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("beta", beta)
+        self.register_buffer("offset", None if beta is None else 1 - beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x if self.beta is None or self.offset is None else x * (x * self.beta + self.offset)
 
 
 class Excitation(nn.Module):
-    """Square-Excitation with a constant α²."""
+    """Square-Excitation with constants α² and β: the factor (G + (1 − β) · α²) / (G + α²)."""
 
     offset: Tensor
+    kept: Tensor | None  # (1 − β) · α²; None for 0
     hw: tuple[int, ...]  # height and width of a map that is flattened
 
-    def __init__(self, offset: Tensor, flatten_maps: bool = False) -> None:
+    def __init__(self, offset: Tensor, flatten_maps: bool = False, beta: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("offset", offset)
+        self.register_buffer("kept", None if beta is None else (1 - beta) * offset)
         self.flatten_maps, self.hw = flatten_maps, ()
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.shape[1]
         maps = x.reshape(-1, channels, math.prod(self.hw)) if self.hw else x
-        g = _mean_square(maps)
-        excited = maps * (g / (g + self.offset))
+        g = _mean(maps * maps)
+        factor = (g if self.kept is None else g + self.kept) / (g + self.offset)
+        excited = maps * factor
         return excited.reshape(-1, channels, *self.hw) if self.hw else excited
 
     def fit(self, inputs: tuple[Tensor]) -> None:
-        """Store α² for every channel, as onnxruntime is slow at adding a scalar to a vector, and the map's size."""
+        """Store the map's size, and the constants for every channel: onnxruntime is slow at adding a scalar."""
         (x,) = inputs
-        spatial = 1 if self.flatten_maps else x.ndim - 2
-        self.offset = self.offset.expand(1, x.shape[1], *[1] * spatial).clone()
+        shape = (1, x.shape[1], *[1] * (1 if self.flatten_maps else x.ndim - 2))
+        self.offset = self.offset.expand(shape).clone()
+        if self.kept is not None:
+            self.kept = self.kept.expand(shape).clone()
         if self.flatten_maps:
             self.hw = tuple(x.shape[2:])
 
@@ -76,28 +98,38 @@ class Softmin(nn.Module):
     """Square-Softmin, Equation (24), with a constant s that could not be folded; ``factor`` is −s, or s with sign 1."""
 
     factor: Tensor | None  # None for −1
+    kept: Tensor | None  # 1 − β; None for 0
 
-    def __init__(self, factor: Tensor | None) -> None:
+    def __init__(self, factor: Tensor | None, kept: Tensor | None) -> None:
         super().__init__()
         self.register_buffer("factor", factor)
+        self.register_buffer("kept", kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        return -(x * x) if self.factor is None else x * x * self.factor.reshape(-1, *[1] * (x.ndim - 2))
+        squares = x * x
+        logits = -squares if self.factor is None else squares * self.factor.reshape(-1, *[1] * (x.ndim - 2))
+        return logits if self.kept is None else logits + x * self.kept
 
 
 def _lowered(module: nn.Module, flatten_maps: bool) -> nn.Module | None:
     """The form of one of our modules in which it is exported; None for any other module."""
+    beta = beta_of(module) if SITE in module.__dict__ else None
+    beta = None if beta is None else beta.detach()
     if type(module) is SquarePooling:
-        return Pooling(module.keepdim)
+        return Pooling(module.keepdim, beta)
+    if type(module) in (EleSquare, SquareEncoding) and beta is not None:
+        return Square(beta)
     if type(module) is SquareExcitation:
         offset = module.alpha.detach().square()
-        smallest = torch.finfo(offset.dtype).tiny
-        return Excitation(offset, flatten_maps) if bool(offset >= smallest) else nn.Identity()  # s = 1 for α = 0
+        smallest = torch.finfo(offset.dtype).tiny  # below it, s = 1
+        return Excitation(offset, flatten_maps, beta) if bool(offset >= smallest) else nn.Identity()
     if type(module) is SquareSoftmin:
         scale = torch.ones(1) if module.scale is None else module.scale.detach()
-        return Softmin(None if module.scale is None and module.sign == -1 else module.sign * scale)
+        if beta is not None:
+            return Softmin(module.sign * scale * beta, 1 - beta)
+        return Softmin(None if module.scale is None and module.sign == -1 else module.sign * scale, None)
     return None
 
 
-def _mean_square(x: Tensor) -> Tensor:
-    return (x * x).mean(tuple(range(2, x.ndim)), keepdim=True)
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(tuple(range(2, x.ndim)), keepdim=True)

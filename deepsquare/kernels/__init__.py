@@ -5,6 +5,8 @@ backend runs it; :mod:`~deepsquare.kernels.cpu` and :mod:`~deepsquare.kernels.gp
 """
 
 from deepsquare.kernels.dispatch import (
+    BlendedSquare,
+    MeanAndMeanSquare,
     MeanSquare,
     ReLUSquare,
     SquareExcitation,
@@ -13,4 +15,7 @@ from deepsquare.kernels.dispatch import (
     without_kernels,
 )
 
-__all__ = ["MeanSquare", "ReLUSquare", "SquareExcitation", "SquareExcitationAddReLU", "backend_for", "without_kernels"]
+__all__ = [
+    "BlendedSquare", "MeanAndMeanSquare", "MeanSquare", "ReLUSquare", "SquareExcitation", "SquareExcitationAddReLU",
+    "backend_for", "without_kernels",
+]  # fmt: skip

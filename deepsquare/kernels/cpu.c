@@ -135,11 +135,15 @@ static inline void fence(void) {}
 
 enum kernel { /* the order of Kernel in cpu.py */
     POOL, POOL_BACKWARD, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD,
-    RELU_SQUARE, RELU_SQUARE_BACKWARD
+    POOL_BOTH, POOL_BOTH_BACKWARD, /* the mean beside the mean square */
+    RELU_SQUARE, RELU_SQUARE_BACKWARD, BLEND_SQUARE, BLEND_SQUARE_BACKWARD
 };
+static inline int pool(int kernel) { return kernel == POOL || kernel == POOL_BOTH; }
+static inline int pool_backward(int kernel) { return kernel == POOL_BACKWARD || kernel == POOL_BOTH_BACKWARD; }
 static inline int excite_backward(int kernel) {
     return kernel == EXCITE_BACKWARD || kernel == EXCITE_ADD_RELU_BACKWARD;
 }
+static inline int two_sums(int kernel) { return kernel == POOL_BOTH || excite_backward(kernel); }
 
 /* One call: maps of n × c planes of `hw` values, all in one layout. */
 typedef struct job job;
@@ -147,9 +151,10 @@ typedef void (*runner)(const job *, long from, long to); /* runs a range of task
 struct job {
     const void *x, *grad, *residual, *result; /* input maps */
     void *y, *dresidual;                      /* output maps; y is the gradient of x in a backward kernel */
-    const float *factor;                      /* input, one value per plane */
-    float *per_plane;                         /* output, one value per plane: its mean square, or its part of dα */
-    float alpha;
+    const float *factor;                      /* input, one value per plane; two rows for POOL_BOTH_BACKWARD */
+    float *per_plane;                         /* output, one value per plane: its mean square; or two rows of them: its
+                                                 mean and mean square, or its parts of dα and dβ */
+    float alpha, beta;
     long n, c, hw;
     double inverse;                 /* 1 / hw */
     long nontemporal;               /* whether stores bypass the caches */
@@ -201,15 +206,16 @@ static long parts_per_image(const job *j) {
     return most < 1 ? 1 : parts < most ? parts : most;
 }
 
-/* ---- Equation (25): the scale of a plane and its derivatives ---- */
+/* ---- Equation (25): the factor 1 - β + β·s of a plane and its derivatives in G, α and β ---- */
 
-typedef struct { float scale, slope, alpha_slope; } excited;
+typedef struct { float scale, slope, alpha_slope, beta_slope; } excited;
 
-static inline excited excitation(float g, float alpha) {
+static inline excited excitation(float g, float alpha, float beta) {
     float offset = alpha * alpha, sum = g + offset, scale = g / sum, inverse = 1 / sum;
     int identity = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = identity || sum == INFINITY;
     return (excited){
-        identity ? 1 : scale, flat ? 0 : offset * inverse * inverse, flat ? 0 : -2 * alpha * scale * inverse};
+        identity ? 1 : 1 - beta + beta * scale, flat ? 0 : beta * offset * inverse * inverse,
+        flat ? 0 : -2 * beta * alpha * scale * inverse, identity ? 0 : sum == INFINITY ? -1 : -offset * inverse};
 }
 
 #define T float
@@ -254,7 +260,7 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
         j->tasks = j->n * j->c;
     }
     j->pass = BOTH;
-    if (channels_last && kernel != POOL_BACKWARD && kernel < RELU_SQUARE && j->parts > 1) {
+    if (channels_last && !pool_backward(kernel) && kernel < RELU_SQUARE && j->parts > 1) {
         j->sums = malloc((size_t)(2 * j->tasks) * sizeof *j->sums);
         if (j->sums) {
             j->pass = FIRST;

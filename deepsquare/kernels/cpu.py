@@ -16,6 +16,7 @@ from torch import Tensor
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+RUN = 1 << 12  # values of one part of an elementwise sum, as in ``cpu.c``
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -28,15 +29,19 @@ class Kernel(IntEnum):
     EXCITE_BACKWARD = 3
     EXCITE_ADD_RELU = 4
     EXCITE_ADD_RELU_BACKWARD = 5
-    RELU_SQUARE = 6
-    RELU_SQUARE_BACKWARD = 7
+    POOL_BOTH = 6
+    POOL_BOTH_BACKWARD = 7
+    RELU_SQUARE = 8
+    RELU_SQUARE_BACKWARD = 9
+    BLEND_SQUARE = 10
+    BLEND_SQUARE_BACKWARD = 11
 
 
 _FIELDS = (
     (ctypes.c_void_p, ("x", "grad", "residual", "result")),  # input maps; result is the output of the forward pass
     (ctypes.c_void_p, ("y", "dresidual")),  # output maps; y is the gradient of x in a backward kernel
-    (ctypes.c_void_p, ("factor", "per_plane")),  # float32, one per plane: input of POOL_BACKWARD; output
-    (ctypes.c_float, ("alpha",)),
+    (ctypes.c_void_p, ("factor", "per_plane")),  # float32, one or two per plane: input of POOL_BACKWARD; output
+    (ctypes.c_float, ("alpha", "beta")),
     (ctypes.c_long, ("n", "c", "hw")),  # batch size, channels, spatial positions
     # deepsquare_run sets the others: 1 / hw, how the work is split into tasks, and the sums of the first pass.
     (ctypes.c_double, ("inverse",)),
@@ -75,12 +80,15 @@ def supports(x: Tensor) -> bool:
     return x.dtype in _FORMATS and x.numel() > 0 and memory_layout(x) is not None and library() is not None
 
 
-def launch(kernel: Kernel, x: Tensor, *, alpha: Tensor | None = None, **tensors: Tensor) -> None:
-    """Run ``kernel`` on the map ``x``; maps among ``tensors`` have the type and layout of ``x``."""
+def launch(
+    kernel: Kernel, x: Tensor, *, alpha: Tensor | None = None, beta: Tensor | None = None, **tensors: Tensor
+) -> None:
+    """Run ``kernel`` on the map ``x``; maps among ``tensors`` have the type and layout of ``x``. No β is β = 1."""
     compiled = library()
     assert compiled is not None
     n, c = (1, 1) if kernel >= Kernel.RELU_SQUARE else x.shape[:2]
-    job = _Job(x=x.data_ptr(), n=n, c=c, hw=x.numel() // (n * c), alpha=0.0 if alpha is None else alpha.item())
+    scalars = {"alpha": 0.0 if alpha is None else alpha.item(), "beta": 1.0 if beta is None else beta.item()}
+    job = _Job(x=x.data_ptr(), n=n, c=c, hw=x.numel() // (n * c), **scalars)
     for name, tensor in tensors.items():
         setattr(job, name, tensor.data_ptr())
     channels_last = not x.is_contiguous()

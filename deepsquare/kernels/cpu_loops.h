@@ -54,6 +54,7 @@ typedef struct { floats squares, products; } NAME(sums);
 INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left, masks counted, int kernel) {
     floats v = where(counted, NAME(read)(m->x + i, left));
     sums->squares += v * v;
+    if (kernel == POOL_BOTH) sums->products += v;
     if (excite_backward(kernel)) sums->products += where(counted, v * NAME(grad_masked)(m, i, left, kernel));
 }
 
@@ -62,7 +63,7 @@ INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left
 INLINE void NAME(prepare)(const NAME(maps) * m, long i, long count, int nontemporal, int kernel) {
     enum { VALUES = LINE / sizeof(T), AHEAD = 32 * VALUES };
     for (long end = i + count; i < end; i += VALUES) {
-        if (kernel == POOL) {
+        if (pool(kernel)) {
             __builtin_prefetch(m->x + i + AHEAD);
         } else if (!nontemporal) {
             __builtin_prefetch(m->y + i, 1);
@@ -71,7 +72,7 @@ INLINE void NAME(prepare)(const NAME(maps) * m, long i, long count, int nontempo
     }
 }
 
-/* Σ x² and, in a backward kernel, Σ x·g of a plane: in floats over 128 values of a lane, in doubles beyond. */
+/* Σ x² of a plane and, in a backward kernel, Σ x·g, in POOL_BOTH Σ x: in floats over 128 values of a lane, in doubles beyond. */
 INLINE void NAME(plane_sums)(
     const NAME(maps) * m, long count, double *squares, double *products, int nontemporal, int kernel) {
     enum { STEP = 4 * LANES, BLOCK = 1 << 12 };
@@ -89,7 +90,7 @@ INLINE void NAME(plane_sums)(
         if (i < to && count >= LANES) NAME(add)(&s[1], m, to - LANES, LANES, last(to - i), kernel);
         if (i < to && count < LANES) NAME(add)(&s[1], m, i, to - i, all, kernel);
         *squares += total(s[0].squares + s[1].squares + s[2].squares + s[3].squares);
-        if (excite_backward(kernel)) *products += total(s[0].products + s[1].products + s[2].products + s[3].products);
+        if (two_sums(kernel)) *products += total(s[0].products + s[1].products + s[2].products + s[3].products);
     }
 }
 
@@ -110,7 +111,7 @@ INLINE void NAME(chunk_sums)(
         if (row % BLOCK == BLOCK - 1 || row == rows - 1)
             for (long v = 0; v < vectors; v++) {
                 accumulate(squares + v * LANES, part[v].squares, row < BLOCK);
-                if (excite_backward(kernel)) accumulate(products + v * LANES, part[v].products, row < BLOCK);
+                if (two_sums(kernel)) accumulate(products + v * LANES, part[v].products, row < BLOCK);
             }
     }
 }
@@ -122,6 +123,8 @@ INLINE NAME(results) NAME(compute)(const NAME(maps) * m, long i, long left, floa
     if (excite_backward(kernel)) {
         w = NAME(grad_masked)(m, i, left, kernel);
         v = w * scale + v * slope;
+    } else if (kernel == POOL_BOTH_BACKWARD) {
+        v = v * scale + slope;
     } else {
         v *= scale;
         if (kernel == EXCITE_ADD_RELU) v = positive(v + NAME(read)(m->residual + i, left));
@@ -175,27 +178,33 @@ INLINE void NAME(apply)(
 #undef AT
 }
 
-/* Between the passes: the scale, slope and output of `count` planes. */
+/* Between the passes: the scale, slope and output of `count` planes. Of the output, `second` is the second row. */
 INLINE void NAME(plane_values)(
     const job *j, long plane, long count, const double *squares, const double *products, float *scale, float *slope,
-    float *per_plane, int kernel) {
-    if (kernel == POOL_BACKWARD) {
-        memcpy(scale, j->factor + plane, (size_t)count * sizeof *scale);
-        return;
+    float *per_plane, float *second, int kernel) {
+    if (kernel == POOL_BACKWARD) memcpy(scale, j->factor + plane, (size_t)count * sizeof *scale);
+    if (kernel == POOL_BOTH_BACKWARD) {
+        memcpy(slope, j->factor + plane, (size_t)count * sizeof *slope);
+        memcpy(scale, j->factor + j->n * j->c + plane, (size_t)count * sizeof *scale);
     }
-    float alpha = j->alpha;
+    if (pool_backward(kernel)) return;
+    float alpha = j->alpha, beta = j->beta;
     double inverse = j->inverse;
     for (long k = 0; k < count; k++) {
         float mean = (float)(squares[k] * inverse);
         if (kernel == POOL) {
             per_plane[k] = mean;
-            continue;
-        }
-        excited e = excitation(mean, alpha);
-        scale[k] = e.scale;
-        if (excite_backward(kernel)) {
-            slope[k] = e.slope == 0 ? 0 : (float)(2 * products[k] * inverse) * e.slope; /* avoids 0 · inf */
-            per_plane[k] = e.alpha_slope == 0 ? 0 : (float)products[k] * e.alpha_slope;
+        } else if (kernel == POOL_BOTH) {
+            per_plane[k] = (float)(products[k] * inverse);
+            second[k] = mean;
+        } else {
+            excited e = excitation(mean, alpha, beta);
+            scale[k] = e.scale;
+            if (excite_backward(kernel)) {
+                slope[k] = e.slope == 0 ? 0 : (float)(2 * products[k] * inverse) * e.slope; /* avoids 0 · inf */
+                per_plane[k] = e.alpha_slope == 0 ? 0 : (float)products[k] * e.alpha_slope;
+                second[k] = e.beta_slope == 0 ? 0 : (float)products[k] * e.beta_slope;
+            }
         }
     }
 }
@@ -207,15 +216,17 @@ INLINE void NAME(planes)(const job *j, long from, long to, long hw, int kernel) 
     float scale[MOST], slope[MOST] = {0};
     long group = L1 / hw, count;
     group = group < 1 ? 1 : group < MOST ? group : MOST;
-    long ahead = kernel == POOL_BACKWARD ? 0 : group * hw;
+    long ahead = pool_backward(kernel) ? 0 : group * hw;
     for (long plane = from; plane < to; plane += count) {
         count = to - plane < group ? to - plane : group;
-        for (long k = 0; kernel != POOL_BACKWARD && k < count; k++) {
+        for (long k = 0; !pool_backward(kernel) && k < count; k++) {
             NAME(maps) m = NAME(maps_from)(j, (plane + k) * hw);
             NAME(plane_sums)(&m, hw, squares + k, products + k, (int)j->nontemporal, kernel);
         }
-        NAME(plane_values)(j, plane, count, squares, products, scale, slope, j->per_plane + plane, kernel);
-        for (long k = 0; kernel != POOL && k < count; k++) {
+        float *per_plane = j->per_plane + plane;
+        NAME(plane_values)(
+            j, plane, count, squares, products, scale, slope, per_plane, per_plane + j->n * j->c, kernel);
+        for (long k = 0; !pool(kernel) && k < count; k++) {
             NAME(maps) m = NAME(maps_from)(j, (plane + k) * hw);
             NAME(apply)(&m, hw, scale + k, slope + k, 1, ahead, j->nontemporal, kernel);
         }
@@ -234,13 +245,13 @@ INLINE void NAME(chunks)(const job *j, long from, long to, int kernel) {
         long start = j->hw * part / j->parts, end = j->hw * (part + 1) / j->parts;
         NAME(maps) m = NAME(maps_from)(j, (image * j->hw + start) * j->c + first);
         double(*sums)[WIDEST + LANES] = j->pass == FIRST ? j->sums + 2 * task : local;
-        if (kernel != POOL_BACKWARD && j->pass != SECOND)
+        if (!pool_backward(kernel) && j->pass != SECOND)
             NAME(chunk_sums)(&m, end - start, width, j->c, sums[0], sums[1], kernel);
         if (j->pass == FIRST) continue;
         if (j->pass == SECOND) add_parts(local, j->sums + 2 * (task - part), j->parts, width);
-        float *per_plane = part ? unused : j->per_plane + plane;
-        NAME(plane_values)(j, plane, width, local[0], local[1], scale, slope, per_plane, kernel);
-        if (kernel == POOL) continue;
+        float *per_plane = part ? unused : j->per_plane + plane, *second = part ? unused : per_plane + j->n * j->c;
+        NAME(plane_values)(j, plane, width, local[0], local[1], scale, slope, per_plane, second, kernel);
+        if (pool(kernel)) continue;
         for (long row = end - 1; row >= start; row--) { /* the last rows are still in the L1 cache */
             NAME(maps) at = NAME(maps_from)(j, (image * j->hw + row) * j->c + first);
             NAME(apply)(&at, width, scale, slope, 0, 0, j->nontemporal, kernel);
@@ -262,28 +273,47 @@ KERNEL(EXCITE)
 KERNEL(EXCITE_BACKWARD)
 KERNEL(EXCITE_ADD_RELU)
 KERNEL(EXCITE_ADD_RELU_BACKWARD)
+KERNEL(POOL_BOTH)
+KERNEL(POOL_BOTH_BACKWARD)
 #undef KERNEL
 
-/* ---- ReLU-Square and its gradient: any dense layout, a task is a run of RUN values ---- */
+/* ---- elementwise squares and their gradients: any dense layout, a task is a run of RUN values ---- */
 
-INLINE floats NAME(relu_squared)(const job *j, long i, long left, int backward) {
-    floats v = positive(NAME(read)((const T *)j->x + i, left));
-    if (!backward) return v * v;
+INLINE floats NAME(squared)(const job *j, long i, long left, int kernel, floats *sum) {
+    floats v = NAME(read)((const T *)j->x + i, left), beta = splat(j->beta), rest = splat(1 - j->beta);
+    if (kernel == BLEND_SQUARE) return v * (rest + beta * v);
+    if (kernel == BLEND_SQUARE_BACKWARD) {
+        floats g = NAME(read)((const T *)j->grad + i, left);
+        *sum += g * v * (v - 1);
+        return g * (rest + 2 * beta * v);
+    }
+    v = positive(v);
+    if (kernel == RELU_SQUARE) return v * v;
     floats product = NAME(read)((const T *)j->grad + i, left) * v; /* doubled last: v itself may be huge */
     return where(~(v <= 0), product + product);
 }
 
-INLINE void NAME(relu_squares)(const job *j, long from, long to, int backward) {
-    long i = from * RUN, end = to * RUN < j->hw ? to * RUN : j->hw;
+/* BLEND_SQUARE_BACKWARD also returns each run's part of dβ. */
+INLINE void NAME(squares)(const job *j, long from, long to, int kernel) {
     T *y = j->y;
-    if (j->nontemporal)
-        for (; i + LANES <= end; i += LANES) NAME(stream)(y + i, NAME(relu_squared)(j, i, LANES, backward));
-    for (; i + LANES <= end; i += LANES) NAME(store)(y + i, NAME(relu_squared)(j, i, LANES, backward));
-    if (i < end) NAME(write)(y + i, end - i, NAME(relu_squared)(j, i, end - i, backward));
+    for (long run = from; run < to; run++) {
+        long i = run * RUN, end = i + RUN < j->hw ? i + RUN : j->hw;
+        floats sum = {0};
+        if (j->nontemporal)
+            for (; i + LANES <= end; i += LANES) NAME(stream)(y + i, NAME(squared)(j, i, LANES, kernel, &sum));
+        for (; i + LANES <= end; i += LANES) NAME(store)(y + i, NAME(squared)(j, i, LANES, kernel, &sum));
+        if (i < end) NAME(write)(y + i, end - i, NAME(squared)(j, i, end - i, kernel, &sum));
+        if (kernel == BLEND_SQUARE_BACKWARD) j->per_plane[run] = total(sum);
+    }
 }
 
-static void NAME(relu_square)(const job *j, long from, long to) { NAME(relu_squares)(j, from, to, 0); }
-static void NAME(relu_square_backward)(const job *j, long from, long to) { NAME(relu_squares)(j, from, to, 1); }
+#define KERNEL(kernel) \
+    static void NAME(kernel##_runs)(const job *j, long from, long to) { NAME(squares)(j, from, to, kernel); }
+KERNEL(RELU_SQUARE)
+KERNEL(RELU_SQUARE_BACKWARD)
+KERNEL(BLEND_SQUARE)
+KERNEL(BLEND_SQUARE_BACKWARD)
+#undef KERNEL
 
 static const runner NAME(runners)[][2] = {
     {NAME(POOL_planes), NAME(POOL_chunks)},
@@ -292,8 +322,12 @@ static const runner NAME(runners)[][2] = {
     {NAME(EXCITE_BACKWARD_planes), NAME(EXCITE_BACKWARD_chunks)},
     {NAME(EXCITE_ADD_RELU_planes), NAME(EXCITE_ADD_RELU_chunks)},
     {NAME(EXCITE_ADD_RELU_BACKWARD_planes), NAME(EXCITE_ADD_RELU_BACKWARD_chunks)},
-    {NAME(relu_square), NAME(relu_square)},
-    {NAME(relu_square_backward), NAME(relu_square_backward)},
+    {NAME(POOL_BOTH_planes), NAME(POOL_BOTH_chunks)},
+    {NAME(POOL_BOTH_BACKWARD_planes), NAME(POOL_BOTH_BACKWARD_chunks)},
+    {NAME(RELU_SQUARE_runs), NAME(RELU_SQUARE_runs)},
+    {NAME(RELU_SQUARE_BACKWARD_runs), NAME(RELU_SQUARE_BACKWARD_runs)},
+    {NAME(BLEND_SQUARE_runs), NAME(BLEND_SQUARE_runs)},
+    {NAME(BLEND_SQUARE_BACKWARD_runs), NAME(BLEND_SQUARE_BACKWARD_runs)},
 };
 
 #undef INLINE

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from deepsquare.kernels import blockwise, cpu
-from deepsquare.kernels.cpu import Kernel, match_layout
+from deepsquare.kernels.cpu import RUN, Kernel, match_layout
 
 _enabled = ContextVar("_enabled", default=os.environ.get("DEEPSQUARE_KERNELS") != "0")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -42,11 +42,10 @@ def without_kernels() -> Iterator[None]:
         _enabled.reset(token)
 
 
-def backend_for(*inputs: Tensor) -> ModuleType | None:
-    """The backend, ``cpu`` or ``gpu``, for ``inputs``, the map first; None for the eager reference."""
-    if not runs_eagerly(*inputs) or not _enabled.get() or torch._C._len_torch_dispatch_stack() > 0:
+def backend_for(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """The backend, ``cpu`` or ``gpu``, for the map ``x`` and other inputs; None for the eager reference."""
+    if not runs_eagerly(x, *others) or not _enabled.get() or torch._C._len_torch_dispatch_stack() > 0:
         return None  # a dispatch mode, such as a FLOP counter, sees PyTorch's operations only
-    x = inputs[0]
     if x.is_cpu:
         return cpu if cpu.supports(x) else None
     if x.is_cuda:
@@ -56,16 +55,17 @@ def backend_for(*inputs: Tensor) -> ModuleType | None:
     return None
 
 
-def runs_eagerly(*inputs: Tensor) -> bool:
-    """Whether ``inputs`` are plain tensors of one device and nothing compiles, traces or transforms the operations.
+def runs_eagerly(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the inputs are plain tensors of one device and nothing compiles, traces or transforms the operations.
 
     Runs at every call: cheap checks first, and before them ``is_compiling``: a compiler cannot trace the others.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
-    x = inputs[0]
     on_cpu = x.is_cpu
-    for tensor in inputs:
+    for tensor in (x, *others):
+        if tensor is None:
+            continue
         if not _is_plain_tensor(tensor) or not (tensor.is_cpu if on_cpu else tensor.device == x.device):
             return False
     return not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
@@ -83,19 +83,19 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
 
 
 class Operation:
-    """An operation on a map, its first input. Subclasses name the backend's functions."""
+    """An operation on a map, its first input; others may be None. Subclasses name the backend's functions."""
 
     forward: ClassVar[Callable[..., Tensor]]  # (backend, *inputs) → result
-    backward: ClassVar[Callable[..., tuple[Tensor, ...]]]  # (backend, grad, *saved) → one gradient per input
+    backward: ClassVar[Callable[..., tuple[Tensor | None, ...]]]  # (backend, grad, *saved) → one gradient per input
 
     def __init__(self, eager: Callable[..., Tensor]) -> None:
         self.eager = eager
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """The result, by the fastest backend that takes ``inputs``."""
-        return self.run(self.backend_for(*inputs), *inputs)
+    def __call__(self, x: Tensor, *others: Tensor | None) -> Tensor:
+        """The result, by the fastest backend that takes the inputs."""
+        return self.run(self.backend_for(x, *others), x, *others)
 
-    def run(self, backend: ModuleType | None, *inputs: Tensor) -> Tensor:
+    def run(self, backend: ModuleType | None, *inputs: Tensor | None) -> Tensor:
         """The result by ``backend``, with autograd where an input requires it; by the eager reference for None."""
         if backend is None:
             return self.eager(*inputs)
@@ -104,22 +104,23 @@ class Operation:
             return result
         return self.forward(backend, *inputs)
 
-    def backend_for(self, *inputs: Tensor) -> ModuleType | None:
-        """The backend for ``inputs``, the map first; None for the eager reference."""
-        return backend_for(*inputs)
+    def backend_for(self, x: Tensor, *others: Tensor | None) -> ModuleType | None:
+        """The backend for the map ``x`` and the other inputs; None for the eager reference."""
+        return backend_for(x, *others)
 
-    def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def saved(self, result: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """What the backward pass needs, the map first."""
         return inputs
 
-    def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:
+    def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor | None) -> Iterable[Tensor | None]:
         """The gradients by the eager reference, which can be differentiated again."""
         create_graph = torch.is_grad_enabled()
-        differentiated = [tensor for tensor, need in zip(saved, needed, strict=True) if need]
-        if not differentiated:
-            return [None] * len(saved)
-        with torch.enable_grad():
-            grads = iter(torch.autograd.grad(self.eager(*saved), differentiated, grad, create_graph=create_graph))
+        with torch.enable_grad():  # views: one input may have been computed from another
+            views = [None if tensor is None else tensor.view_as(tensor) for tensor in saved]
+            differentiated = [view for view, need in zip(views, needed, strict=True) if need and view is not None]
+            if not differentiated:
+                return [None] * len(saved)
+            grads = iter(torch.autograd.grad(self.eager(*views), differentiated, grad, create_graph=create_graph))
         return [next(grads) if need else None for need in needed]
 
 
@@ -140,67 +141,102 @@ class MeanSquare(Operation):
         backend.launch(Kernel.POOL_BACKWARD, x, y=dx, factor=factor)
         return (dx,)
 
-    def backend_for(self, *inputs: Tensor) -> ModuleType | None:
+    def backend_for(self, x: Tensor, *others: Tensor | None) -> ModuleType | None:
         """Also ``blockwise``, where no kernel takes the map and nothing compiles, traces or transforms it."""
-        return backend_for(*inputs) or (blockwise if runs_eagerly(*inputs) else None)
+        return backend_for(x, *others) or (blockwise if runs_eagerly(x, *others) else None)
+
+
+class MeanAndMeanSquare(Operation):
+    """(N, C, spatial…) to the mean and the mean of squares of each plane, (2, N, C), at least in float32."""
+
+    @staticmethod
+    def forward(backend: ModuleType, x: Tensor) -> Tensor:
+        """The means of F and of F²."""
+        pooled = _per_plane(x, 2)
+        backend.launch(Kernel.POOL_BOTH, x, per_plane=pooled)
+        return pooled
+
+    @staticmethod
+    def backward(backend: ModuleType, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """1/HW · ``grad[0]`` + 2/HW · F · ``grad[1]``, rounded once to the type of F."""
+        positions = math.prod(x.shape[2:])
+        dx, factor = torch.empty_like(x), torch.stack([grad[0] * (1 / positions), grad[1] * (2 / positions)])
+        backend.launch(Kernel.POOL_BOTH_BACKWARD, x, y=dx, factor=factor)
+        return (dx,)
 
 
 class SquareExcitation(Operation):
-    """F · s, with s = G / (G + α²) and G the mean of F²."""
+    """F · (1 − β + β · s), with s = G / (G + α²) and G the mean of F²; None for β is 1."""
 
     @staticmethod
     def forward(
-        backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor | None = None, *, inplace: bool = False
+        backend: ModuleType,
+        x: Tensor,
+        alpha: Tensor,
+        beta: Tensor | None,
+        residual: Tensor | None = None,
+        *,
+        inplace: bool = False,
     ) -> Tensor:
-        """F · s in the type of F, or max(0, F · s + residual); with ``inplace`` written over F."""
+        """The product in the type of F, or max(0, product + residual); with ``inplace`` written over F."""
         y = x if inplace else torch.empty_like(x)
         if residual is None:
-            backend.launch(Kernel.EXCITE, x, alpha=alpha, y=y)
+            backend.launch(Kernel.EXCITE, x, alpha=alpha, beta=beta, y=y)
         else:
-            backend.launch(Kernel.EXCITE_ADD_RELU, x, alpha=alpha, residual=match_layout(residual, x), y=y)
+            maps = {"residual": match_layout(residual, x), "y": y}
+            backend.launch(Kernel.EXCITE_ADD_RELU, x, alpha=alpha, beta=beta, **maps)
         return y
 
     @staticmethod
     def backward(
-        backend: ModuleType, grad: Tensor, x: Tensor, alpha: Tensor, result: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """The gradients of F and α; with a residual, whose ``result`` tells where the ReLU is active, also its own."""
-        dx, dalpha = torch.empty_like(x), _per_plane(x)
-        kernel, maps = Kernel.EXCITE_BACKWARD, {"grad": match_layout(grad, x), "y": dx, "per_plane": dalpha}
+        backend: ModuleType,
+        grad: Tensor,
+        x: Tensor,
+        alpha: Tensor,
+        beta: Tensor | None,
+        result: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of F, α, β and, with a ``result``, which tells where the ReLU is active, the residual."""
+        dx, parts = torch.empty_like(x), _per_plane(x, 2)
+        kernel, maps = Kernel.EXCITE_BACKWARD, {"grad": match_layout(grad, x), "y": dx, "per_plane": parts}
         if result is not None:
             kernel = Kernel.EXCITE_ADD_RELU_BACKWARD
             maps |= {"result": match_layout(result, x), "dresidual": torch.empty_like(x)}
-        backend.launch(kernel, x, alpha=alpha, **maps)
-        grads = dx, dalpha.sum().to(alpha.dtype).reshape(alpha.shape)
-        return grads if result is None else (*grads, maps["dresidual"])
+        backend.launch(kernel, x, alpha=alpha, beta=beta, **maps)
+        dalpha = parts[0].sum().to(alpha.dtype).reshape(alpha.shape)
+        dbeta = None if beta is None else parts[1].sum().to(beta.dtype).reshape(beta.shape)
+        return (dx, dalpha, dbeta) if result is None else (dx, dalpha, dbeta, maps["dresidual"])
 
 
 class SquareExcitationAddReLU(SquareExcitation):
-    """max(0, F · s + residual), the end of a residual block; built from the operation F · s."""
+    """max(0, F · (1 − β + β · s) + residual), the end of a residual block; built from the operation without these."""
 
     def __init__(self, excitation: SquareExcitation) -> None:
-        super().__init__(lambda x, alpha, residual: torch.relu(excitation.eager(x, alpha) + residual))
+        super().__init__(lambda x, alpha, beta, residual: torch.relu(excitation.eager(x, alpha, beta) + residual))
         self.excitation = excitation
 
-    def __call__(self, *inputs: Tensor, inplace: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, *others: Tensor | None, inplace: bool = False) -> Tensor:
         """The result; ``inplace`` allows writing it over F, which happens only where no gradient needs F."""
-        x, _, residual = inputs
-        backend = self.backend_for(*inputs)
-        if inplace and backend is not None and not _requires_grad(*inputs):
+        alpha, beta, residual = others
+        assert alpha is not None
+        assert residual is not None
+        backend = self.backend_for(x, *others)
+        if inplace and backend is not None and not _requires_grad(x, *others):
             same_storage = x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
             if not same_storage or x.data_ptr() == residual.data_ptr():  # they do not overlap partly
                 torch.autograd.graph.increment_version(x)  # a graph that has saved x raises, rather than use new values
-                return self.forward(backend, *inputs, inplace=True)
-        return self.run(backend, *inputs)
+                return self.forward(backend, x, alpha, beta, residual, inplace=True)
+        return self.run(backend, x, *others)
 
-    def saved(self, result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return *inputs[:2], result
+    def saved(self, result: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *inputs[:3], result
 
-    def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor) -> Iterable[Tensor | None]:
+    def eager_backward(self, needed: Sequence[bool], grad: Tensor, *saved: Tensor | None) -> Iterable[Tensor | None]:
         """As in ``Operation``; the gradient of the residual is that of the sum."""
         *inputs, result = saved
+        assert result is not None
         grad_masked = grad.masked_fill(result <= 0, 0)
-        return *self.excitation.eager_backward(needed[:2], grad_masked, *inputs), grad_masked
+        return *self.excitation.eager_backward(needed[:3], grad_masked, *inputs), grad_masked
 
 
 class ReLUSquare(Operation):
@@ -221,11 +257,29 @@ class ReLUSquare(Operation):
         return (dx,)
 
 
+class BlendedSquare(Operation):
+    """t · (1 − β + β · t), elementwise."""
+
+    @staticmethod
+    def forward(backend: ModuleType, x: Tensor, beta: Tensor) -> Tensor:
+        """The result in the type of t."""
+        y = torch.empty_like(x)
+        backend.launch(Kernel.BLEND_SQUARE, x, beta=beta, y=y)
+        return y
+
+    @staticmethod
+    def backward(backend: ModuleType, grad: Tensor, x: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        """(1 − β + 2β · t) · ``grad``, and the sum of t · (t − 1) · ``grad``."""
+        dx, parts = torch.empty_like(x), torch.empty(-(-x.numel() // RUN), device=x.device)
+        backend.launch(Kernel.BLEND_SQUARE_BACKWARD, x, beta=beta, grad=match_layout(grad, x), y=dx, per_plane=parts)
+        return dx, parts.sum().to(beta.dtype).reshape(beta.shape)
+
+
 class _Fused(torch.autograd.Function):
     """An operation by a backend's kernels; the backward pass selects the backend anew."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, backend: ModuleType, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, operation: Operation, backend: ModuleType, *inputs: Tensor | None) -> Tensor:
         result = operation.forward(backend, *inputs)
         ctx.operation = operation
         ctx.save_for_backward(*operation.saved(result, *inputs))
@@ -240,9 +294,9 @@ class _Fused(torch.autograd.Function):
         return None, None, *operation.backward(backend, *grads, *saved)
 
 
-def _per_plane(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+def _per_plane(x: Tensor, *rows: int) -> Tensor:
+    return torch.empty(*rows, *x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
-def _requires_grad(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+def _requires_grad(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)

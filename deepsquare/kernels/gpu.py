@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepsquare.kernels.cpu import Kernel, memory_layout
+from deepsquare.kernels.cpu import RUN, Kernel, memory_layout
 
 try:
     import triton
@@ -71,16 +71,18 @@ def launch(kernel: Kernel, x: Tensor, **tensors: Tensor) -> None:
     run = _KERNELS[kernel]
     arguments = {**dict.fromkeys(run.arg_names), **tensors}  # a kernel skips what is None
     if kernel >= Kernel.RELU_SQUARE:
-        programs = triton.cdiv(x.numel(), _TILE)
-        arguments |= {"x": x, "count": x.numel(), "block": _TILE}
+        programs = triton.cdiv(x.numel(), RUN)
+        arguments |= {"x": x, "count": x.numel(), "block": RUN}
     else:
-        n, c, hw = (*x.shape[:2], math.prod(x.shape[2:]))
+        n, c, hw = *x.shape[:2], math.prod(x.shape[2:])
         channels_last = not x.is_contiguous()
         images, channels = (n, c) if channels_last else (1, n * c)
         rows, width = _tile_shape(channels, hw, channels_last)
         programs = images * triton.cdiv(channels, width)
         arguments |= {"x": x, "channels": channels, "hw": hw, "channels_last": channels_last}
-        arguments |= {"rows": rows, "width": width}
+        arguments |= {"rows": rows, "width": width, "planes": n * c}
+        if run is _scale_planes:
+            arguments["both"] = kernel in _BOTH
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device; for a CPU tensor this does nothing
         run[(programs,)](**arguments)
 
@@ -142,46 +144,69 @@ def _grad_masked(grad: tl.tensor, result: tl.tensor, at: tl.tensor, inside: tl.t
 
 
 @_jit
-def _excitation(mean: tl.tensor, alpha: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Equation (25): the scale of a plane, its derivatives in G and in α; 0/0 and inf as in ``cpu.c``."""
+def _excitation(
+    mean: tl.tensor, alpha: tl.tensor, beta: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The factor 1 − β + β · s of a plane, its derivatives in G, α and β; 0/0 and inf as in ``cpu.c``."""
+    alpha = tl.load(alpha).to(tl.float32)
     alpha = tl.broadcast_to(alpha, mean.shape)  # the interpreter cannot broadcast a scalar comparison to a mask
+    blend = tl.full(mean.shape, 1.0, tl.float32)
+    if beta is not None:
+        blend *= tl.load(beta).to(tl.float32)
     offset = alpha * alpha
     total = mean + offset
     # 2⁻¹²⁶, the smallest normal number. A smaller literal, though equal in float32, would compare in float64.
     one = (offset == 0) | (total < 1.1754943508222875e-38) | (mean == float("inf"))
     flat = one | (total == float("inf"))
     part = tl.div_rn(mean, total)  # `/` may be two ulps off, and the scale above 1
-    scale = tl.where(one, 1.0, tl.where(flat, 0.0, part))
-    slope = tl.where(flat, 0.0, tl.div_rn(tl.div_rn(offset, total), total))
-    alpha_slope = tl.where(flat, 0.0, tl.div_rn(-2 * alpha * part, total))
-    return scale, slope, alpha_slope
+    scale = tl.where(one, 1.0, 1 - blend + blend * tl.where(flat, 0.0, part))
+    slope = tl.where(flat, 0.0, blend * tl.div_rn(tl.div_rn(offset, total), total))
+    alpha_slope = tl.where(flat, 0.0, blend * tl.div_rn(-2 * alpha * part, total))
+    beta_slope = tl.where(one, 0.0, tl.where(flat, -1.0, -tl.div_rn(offset, total)))
+    return scale, slope, alpha_slope, beta_slope
 
 
 @_jit
 def _scale_planes(
-    x: tl.tensor, factor: tl.tensor, alpha: tl.tensor, residual: tl.tensor, y: tl.tensor, per_plane: tl.tensor,
-    channels: tl.int64, hw: tl.int64, channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    x: tl.tensor, factor: tl.tensor, alpha: tl.tensor, beta: tl.tensor, residual: tl.tensor, y: tl.tensor,
+    per_plane: tl.tensor, planes: tl.int64, both: tl.constexpr, channels: tl.int64, hw: tl.int64,
+    channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``y``: each plane times its ``factor``, or its excitation; ``per_plane``: the mean square of each plane."""
+    """``y``: each plane times its ``factor``, or its excitation; ``per_plane``: the mean square of each plane.
+
+    With ``both``, ``per_plane`` has the means in a row before, and ``factor`` has a row before that is added.
+    """
     image, channel = _planes(channels, width)
     plane, present = image * channels + channel, channel < channels
     if factor is not None:
-        scale = _read(factor, plane, present)
+        if both:
+            shift = _read(factor, plane, present)
+            scale = _read(factor, planes + plane, present)
+        else:
+            scale = _read(factor, plane, present)
     else:
         squares = tl.zeros([rows, width], dtype=tl.float32)  # partial sums, added below
+        values = tl.zeros([rows, width], dtype=tl.float32)
         for start in range(0, hw, rows):
             at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
             value = _read(x, at, inside)
             squares += value * value
+            if both:
+                values += value
         mean = tl.sum(squares, axis=0, keep_dims=True) / hw  # (1, width)
-        if per_plane is not None:
+        if both:
+            tl.store(per_plane + plane, tl.sum(values, axis=0, keep_dims=True) / hw, mask=present)
+            tl.store(per_plane + planes + plane, mean, mask=present)
+        elif per_plane is not None:
             tl.store(per_plane + plane, mean, mask=present)
         else:
-            scale, _, _ = _excitation(mean, tl.load(alpha).to(tl.float32))
+            scale, _, _, _ = _excitation(mean, alpha, beta)
     if y is not None:
         for start in range(0, hw, rows):
             at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
             value = _read(x, at, inside) * scale
+            if both:
+                value += shift
             if residual is not None:
                 value = _positive(value + _read(residual, at, inside))
             tl.store(y + at, value, mask=inside)
@@ -189,8 +214,8 @@ def _scale_planes(
 
 @_jit
 def _excite_backward(
-    x: tl.tensor, alpha: tl.tensor, grad: tl.tensor, result: tl.tensor,
-    y: tl.tensor, dresidual: tl.tensor, per_plane: tl.tensor, channels: tl.int64, hw: tl.int64,
+    x: tl.tensor, alpha: tl.tensor, beta: tl.tensor, grad: tl.tensor, result: tl.tensor,
+    y: tl.tensor, dresidual: tl.tensor, per_plane: tl.tensor, planes: tl.int64, channels: tl.int64, hw: tl.int64,
     channels_last: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     image, channel = _planes(channels, width)
@@ -203,9 +228,10 @@ def _excite_backward(
         products += value * _grad_masked(grad, result, at, inside)
     mean = tl.sum(squares, axis=0, keep_dims=True) / hw
     product = tl.sum(products, axis=0, keep_dims=True)
-    scale, slope, alpha_slope = _excitation(mean, tl.load(alpha).to(tl.float32))
-    alpha_grad = tl.where(alpha_slope == 0, 0.0, product * alpha_slope)
-    tl.store(per_plane + image * channels + channel, alpha_grad, mask=channel < channels)
+    scale, slope, alpha_slope, beta_slope = _excitation(mean, alpha, beta)
+    part, present = per_plane + image * channels + channel, channel < channels
+    tl.store(part, tl.where(alpha_slope == 0, 0.0, product * alpha_slope), mask=present)
+    tl.store(part + planes, tl.where(beta_slope == 0, 0.0, product * beta_slope), mask=present)
     slope = tl.where(slope == 0, 0.0, slope * 2 * (product / hw))  # avoids 0 · inf
     for start in range(0, hw, rows):
         at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
@@ -226,8 +252,28 @@ def _relu_square(x: tl.tensor, grad: tl.tensor, y: tl.tensor, count: tl.int64, b
     tl.store(y + at, result, mask=at < count)
 
 
+@_jit
+def _blend_square(
+    x: tl.tensor, beta: tl.tensor, grad: tl.tensor, y: tl.tensor, per_plane: tl.tensor, count: tl.int64,
+    block: tl.constexpr,
+) -> None:  # fmt: skip
+    """t · (1 − β + β · t), or its gradient and in ``per_plane`` the program's part of dβ."""
+    program = tl.program_id(0).to(tl.int64)
+    at = program * block + tl.arange(0, block)
+    value, blend = _read(x, at, at < count), tl.load(beta).to(tl.float32)
+    if grad is None:
+        tl.store(y + at, value * (1 - blend + blend * value), mask=at < count)
+    else:
+        slope = _read(grad, at, at < count)
+        tl.store(y + at, slope * (1 - blend + 2 * blend * value), mask=at < count)
+        tl.store(per_plane + program, tl.sum(slope * value * (value - 1), axis=0))
+
+
+_EXCITE_BACKWARD = (Kernel.EXCITE_BACKWARD, Kernel.EXCITE_ADD_RELU_BACKWARD)
+_BOTH = (Kernel.POOL_BOTH, Kernel.POOL_BOTH_BACKWARD)
 _KERNELS = {
-    **dict.fromkeys((Kernel.POOL, Kernel.POOL_BACKWARD, Kernel.EXCITE, Kernel.EXCITE_ADD_RELU), _scale_planes),
-    **dict.fromkeys((Kernel.EXCITE_BACKWARD, Kernel.EXCITE_ADD_RELU_BACKWARD), _excite_backward),
+    **dict.fromkeys((Kernel.POOL, Kernel.POOL_BACKWARD, Kernel.EXCITE, Kernel.EXCITE_ADD_RELU, *_BOTH), _scale_planes),
+    **dict.fromkeys(_EXCITE_BACKWARD, _excite_backward),
     **dict.fromkeys((Kernel.RELU_SQUARE, Kernel.RELU_SQUARE_BACKWARD), _relu_square),
+    **dict.fromkeys((Kernel.BLEND_SQUARE, Kernel.BLEND_SQUARE_BACKWARD), _blend_square),
 }

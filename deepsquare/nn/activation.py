@@ -8,8 +8,8 @@ from deepsquare import functional as DF
 class EleSquare(nn.Module):
     """EleSquare, Equation (14): t², elementwise."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return DF.square(x)
+    def forward(self, x: Tensor, beta: Tensor | None = None) -> Tensor:
+        return DF.square(x, beta)
 
 
 class ReLUSquare(nn.Module):

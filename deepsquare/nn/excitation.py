@@ -54,6 +54,6 @@ class ScaleProportion(_Alpha):
 class SquareExcitation(_Alpha):
     """Square-Excitation (SEx): each channel F_k of a branch times G_k / (G_k + α²), G_k the mean of F_k²."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, beta: Tensor | None = None) -> Tensor:
         """(N, C, spatial…) to the same shape and type."""
-        return DF.square_excitation(x, self.alpha)
+        return DF.square_excitation(x, self.alpha, beta)

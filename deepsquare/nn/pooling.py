@@ -16,9 +16,9 @@ class SquarePooling(nn.Module):
         super().__init__()
         self.keepdim = keepdim
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, beta: Tensor | None = None) -> Tensor:
         """(N, C, spatial…) to (N, C) or (N, C, 1, …)."""
-        return DF.square_pooling(x, self.keepdim)
+        return DF.square_pooling(x, self.keepdim, beta)
 
     def extra_repr(self) -> str:
         return f"keepdim={self.keepdim}"

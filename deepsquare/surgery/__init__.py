@@ -1,13 +1,24 @@
 """Surgery: finding the sites of a CNN, adding techniques to them, removing these, folding for inference."""
 
-from deepsquare.surgery.equip import EquipRecord, equip, equip_record, intact_record, is_folded, sites, unequip, unwrap
+from deepsquare.surgery.equip import (
+    EquipRecord,
+    equip,
+    equip_record,
+    intact_record,
+    is_folded,
+    set_beta,
+    sites,
+    unequip,
+    unwrap,
+)
 from deepsquare.surgery.fold import fold
-from deepsquare.surgery.insertion import PREFIX
+from deepsquare.surgery.insertion import PREFIX, Init
 from deepsquare.surgery.site import KINDS, Kind, Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
 from deepsquare.surgery.techniques import TECHNIQUES, Technique
 
 __all__ = [
-    "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Kind", "Site", "Sites", "Technique", "Term", "equip",
-    "equip_record", "fold", "format_spec", "intact_record", "is_folded", "parse_spec", "sites", "unequip", "unwrap",
+    "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Init", "Kind", "Site", "Sites", "Technique", "Term", "equip",
+    "equip_record", "fold", "format_spec", "intact_record", "is_folded", "parse_spec", "set_beta", "sites", "unequip",
+    "unwrap",
 ]  # fmt: skip

@@ -13,7 +13,14 @@ from torch.nn.modules import module as torch_module
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import PREFIX, DynamicSubclass, WithInserted, dynamic_subclass, is_watched
+from deepsquare.surgery.insertion import (
+    PREFIX,
+    DynamicSubclass,
+    WithInserted,
+    beta_of,
+    dynamic_subclass,
+    is_watched,
+)
 
 EXCITATION = PREFIX + "excitation"
 
@@ -42,11 +49,14 @@ class FusedBlock(DynamicSubclass):
         branch = norm.deepsquare_base.forward(norm, branch)  # without the inserted excitation
         downsample = self._modules.get("downsample")
         residual = (x if downsample is None else downsample(x)).to(branch.dtype)
-        alpha = getattr(norm, EXCITATION).alpha
+        excitation: SquareExcitation = getattr(norm, EXCITATION)
+        alpha, beta = excitation.alpha, beta_of(excitation)
         known = type(residual) is Tensor and residual.shape == branch.shape and backend.supports(branch)
         if known and not torch.is_grad_enabled():  # skips the checks: for one image, Python's time counts
-            return kernels.SquareExcitationAddReLU.forward(backend, branch, alpha, residual, inplace=True)
-        return DF.square_excitation_add_relu(branch, alpha, residual, inplace=True)  # in place, as the block's own end
+            return kernels.SquareExcitationAddReLU.forward(backend, branch, alpha, beta, residual, inplace=True)
+        return DF.square_excitation_add_relu(
+            branch, alpha, residual, beta, inplace=True
+        )  # in place, as the block's own end
 
 
 def _branch(block_class: type[nn.Module]) -> tuple[list[str], str]:

@@ -10,7 +10,17 @@ from torch import nn
 from deepsquare.surgery import head
 from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
-from deepsquare.surgery.insertion import PREFIX, WithInserted, insert, remove_inserted
+from deepsquare.surgery.insertion import (
+    BETA,
+    INITS,
+    PREFIX,
+    SITE,
+    Init,
+    WithInserted,
+    add_beta,
+    insert,
+    remove_inserted,
+)
 from deepsquare.surgery.reset_gammas import reset_gammas
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
@@ -28,9 +38,17 @@ class EquipRecord:
     sites: Sites  # of the base model, each with the term that fills it
     reset_gammas: tuple[str, ...]  # the parameters (γ of a normalization) that were set from 0 to 1
     patches: tuple[head.Patch, ...]  # changes to the base model in order: strides, a wider layer, a dropout ratio
+    init: Init = "paper"
 
 
-def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape: Sequence[int] | None = None) -> Model:
+def equip(
+    model: Model,
+    spec: str,
+    *,
+    init: Init = "paper",
+    dropout: float | None = None,
+    input_shape: Sequence[int] | None = None,
+) -> Model:
     """Add the techniques of ``spec`` to ``model``, in place, and return it.
 
     Every key of the base ``state_dict`` stays, so pretrained weights load before or after; only second-order poolings
@@ -40,25 +58,31 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
     Args:
         model: a CNN classifier, from torchvision, from timm or your own.
         spec: terms joined by ``+``, as in ``"pooling+excitation"``.
+        init: how the modules start. ``"paper"``: as they are, for training from scratch. ``"identity"``, for a trained
+            model: each returns (1 − β) · base + β · its result, with β learned from 0, so that the model computes what
+            it did before. ``"anneal"``: the same, with β set from 0 to 1 during training by :func:`set_beta`.
         dropout: the dropout ratio before the last fully connected layer (the paper trains its networks with 0.2).
         input_shape: shape of one input without the batch, ``(channels, height, width)``, if it cannot be guessed.
     """
     terms = parse_spec(spec)
+    if init not in INITS:
+        raise ValueError(f"init is {init!r}; expected one of {', '.join(map(repr, INITS))}")
     _refuse_wrapped_and_folded(model)
     record = intact_record(model)
     if record is not None:
-        if (set(parse_spec(record.spec)), record.dropout) == (set(terms), dropout):
+        if (set(parse_spec(record.spec)), record.dropout, record.init) == (set(terms), dropout, init):
             return model
         raise ValueError(
-            f"{type(model).__name__} is already equipped with {record.spec!r} (dropout={record.dropout}), so it "
-            f"cannot take {format_spec(terms)!r} (dropout={dropout}); call unequip(model) first"
+            f"{type(model).__name__} is already equipped with {record.spec!r} (dropout={record.dropout}, "
+            f"init={record.init!r}), so it cannot take {format_spec(terms)!r} (dropout={dropout}, init={init!r}); call "
+            "unequip(model) first"
         )
     if not terms and dropout is None:
         return model
     graph = trace(model, input_shape)
     patches: list[head.Patch] = []
     try:
-        record = _insert_terms(model, terms, dropout, graph, patches)
+        record = _insert_terms(model, terms, init, dropout, graph, patches)
         model.deepsquare_record = record  # type: ignore[assignment]
     except BaseException:  # a term that does not fit, a model that takes no new attributes
         _remove_terms(model, patches)
@@ -68,17 +92,26 @@ def equip(model: Model, spec: str, *, dropout: float | None = None, input_shape:
             f"{len(record.reset_gammas)} layers at the end of a block were initialized with γ = 0 "
             f"({record.reset_gammas[0]}, …), where an excitation gets no gradient; they now start at γ = 1. Build the "
             "model without zero initialization of the residual branch (zero_init_residual=False, "
-            "zero_init_last=False), if possible, to avoid this warning",
+            "zero_init_last=False), if possible, or use init='identity', which needs no nonzero γ",
             stacklevel=2,
         )
     return model
 
 
 def _insert_terms(
-    model: nn.Module, terms: Sequence[Term], dropout: float | None, graph: Graph, patches: list[head.Patch]
+    model: nn.Module,
+    terms: Sequence[Term],
+    init: Init,
+    dropout: float | None,
+    graph: Graph,
+    patches: list[head.Patch],
 ) -> EquipRecord:
     """Equip the model; ``patches`` receives each change of a base module as soon as it is made."""
-    if any(term.option("dense") for term in terms):
+    if dense := [term for term in terms if term.option("dense")]:
+        if init != "paper":
+            raise _not_the_identity(
+                dense[0], init, "it sets the strides of the last stage to 1 (dense=False keeps them)"
+            )
         patches += head.make_dense(model, graph)
         graph = head.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
     sites = find_sites(model, graph)
@@ -87,16 +120,28 @@ def _insert_terms(
     if dropout is not None:
         patches += head.set_dropout(model, sites, dropout)
     for site, module in modules.items():
+        if init != "paper":
+            if getattr(module, "out_channels", site.channels) != site.channels:
+                raise _not_the_identity(assigned[site], init, "it returns more values than an average")
+            add_beta(module, init)
         patches += head.widen(model, graph, site, module)
         insert(model, site, assigned[site].name, module)
     if any(patch.attribute == "weight" for patch in patches):
         head.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
     fuse_blocks(model)
-    needs_nonzero_branch = any(term.technique.needs_nonzero_branch for term in terms)
+    # From the identity the branch learns first, and the excitation when it is no longer 0.
+    needs_nonzero_branch = init == "paper" and any(term.technique.needs_nonzero_branch for term in terms)
     gammas = reset_gammas(model, sites) if needs_nonzero_branch else ()
     every = dict.fromkeys((*sites, *assigned))  # with those at named modules
     sites = replace(sites, sites=tuple(replace(site, term=str(assigned.get(site, ""))) for site in every))
-    return EquipRecord(format_spec(terms), dropout, sites, gammas, tuple(patches))
+    return EquipRecord(format_spec(terms), dropout, sites, gammas, tuple(patches), init)
+
+
+def _not_the_identity(term: Term, init: Init, reason: str) -> ValueError:
+    return ValueError(
+        f"the term {term} cannot start at the identity (init={init!r}): {reason}; equip with init='paper', or with "
+        "terms that keep the shape"
+    )
 
 
 def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites) -> dict[Site, Term]:
@@ -122,6 +167,22 @@ def _assign(model: nn.Module, terms: Sequence[Term], graph: Graph, sites: Sites)
                 raise ValueError(f"the terms {assigned[site]} and {term} both fill {site.path}; keep one of them")
             assigned[site] = term
     return assigned
+
+
+def set_beta(model: nn.Module, value: float) -> None:
+    """Set β of all modules of a model equipped with ``init="anneal"``: 0 is the base model, 1 the paper's.
+
+    Call it before each step, with the part of the annealing that is done.
+    """
+    record = equip_record(model)
+    if record is None or record.init != "anneal":
+        kind = "not equipped" if record is None else f"equipped with init={record.init!r}"
+        raise ValueError(f"the model is {kind}; set_beta is for equip(model, spec, init='anneal')")
+    if not 0 <= value <= 1:
+        raise ValueError(f"beta is {value!r}; expected a number from 0 to 1")
+    for module in model.modules():
+        if SITE in module.__dict__ and BETA in module._buffers:
+            module.get_buffer(BETA).fill_(value)
 
 
 def _remove_terms(model: nn.Module, patches: Sequence[head.Patch]) -> None:

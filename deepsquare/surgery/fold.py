@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
 from deepsquare.surgery.equip import Model, intact_record, is_folded, unwrap
 from deepsquare.surgery.finder import AVERAGES
-from deepsquare.surgery.insertion import SITE, base_class, is_watched
+from deepsquare.surgery.insertion import SITE, base_class, beta_of, drop_beta, is_watched
 from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -35,6 +35,10 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     if is_folded(model):
         return model
     folded = copy.deepcopy(model)
+    for module in folded.modules():
+        beta = beta_of(module) if SITE in module.__dict__ else None
+        if beta is not None and not beta.is_meta and bool(beta == 1):
+            drop_beta(module)  # annealed
     graph = trace(folded, input_shape)
     with torch.no_grad():
         _merge_scale(folded, graph)
@@ -49,7 +53,7 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
     """-s·x² = -(√s·x)²: √s is merged into the layer that computes x, if only homogeneous operations lie between."""
     for call in graph.calls:
         softmin = call.module
-        if not isinstance(softmin, SquareSoftmin) or softmin.root_scale is None:
+        if not isinstance(softmin, SquareSoftmin) or softmin.root_scale is None or beta_of(softmin) is not None:
             continue
         source = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
         layer = graph.calls[graph.nodes[source].call].module
@@ -125,7 +129,8 @@ def _merge_relus(model: nn.Module, graph: Graph) -> None:
     """A ReLU that only a square reads is merged into it: max(0, t)² in one pass."""
     for before, call in _pairs(model, graph, (nn.ReLU,), (EleSquare,)):
         # The exact classes, without inserted modules.
-        if type(before.module) is nn.ReLU and type(call.module) in (EleSquare, SquareEncoding):
+        exact = type(before.module) is nn.ReLU and type(call.module) in (EleSquare, SquareEncoding)
+        if exact and beta_of(call.module) is None:
             replace(model, call.module, ReLUSquare())
             replace(model, before.module, nn.Identity())
 

@@ -6,17 +6,24 @@ attributes and indexing stay the same, and the new keys are recognized by their 
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from deepsquare import functional as DF
+from deepsquare.nn import EleSquare, SquareExcitation, SquarePooling
 from deepsquare.surgery.site import Site
 from deepsquare.surgery.trace import float_tensor
 
 PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
+BETA = "beta"
+Init = Literal["paper", "identity", "anneal"]
+INITS: tuple[Init, ...] = get_args(Init)
+BLENDING = (EleSquare, SquareExcitation, SquarePooling)  # ``forward`` takes β: one pass over the map, not three
 
 
 def insert(model: nn.Module, site: Site, term: str, module: nn.Module) -> None:
@@ -26,6 +33,38 @@ def insert(model: nn.Module, site: Site, term: str, module: nn.Module) -> None:
     setattr(module, SITE, site)
     register_hook()  # which does the rest
     model.get_submodule(site.path).add_module(PREFIX + term, module.train(model.training))
+
+
+def add_beta(module: nn.Module, init: Init) -> None:
+    """Let ``module`` start at the identity: give it β = 0, a parameter to learn or a buffer to be set."""
+    beta = torch.zeros(1)
+    if init == "identity":
+        module.register_parameter(BETA, nn.Parameter(beta))
+    else:
+        module.register_buffer(BETA, beta)
+
+
+def beta_of(module: nn.Module) -> Tensor | None:
+    """β of an inserted module; None where it acts as the paper says, which is β = 1."""
+    beta = module._parameters.get(BETA)  # not through the slower ``__getattr__``: this runs at every call
+    return module._buffers.get(BETA) if beta is None else beta
+
+
+def drop_beta(module: nn.Module) -> None:
+    """Let an inserted module act as the paper says."""
+    module._parameters.pop(BETA, None)
+    module._buffers.pop(BETA, None)
+
+
+def _blended(module: nn.Module, x: Tensor, beta: Tensor) -> Tensor:
+    """(1 − β) · base + β · ``module(x)``: the base is the mean for a pooling, else ``x``."""
+    if isinstance(module, BLENDING):
+        blended: Tensor = module(x, beta)
+        return blended
+    y: Tensor = module(x)
+    spatial = tuple(range(2, x.ndim))
+    base = x if y.shape == x.shape else x.mean(spatial, keepdim=True)
+    return DF.blend(base.to(y.dtype), y, beta)
 
 
 class DynamicSubclass(nn.Module):
@@ -85,7 +124,8 @@ class WithInserted(DynamicSubclass):
                 x = F.relu(x)
             if site.channel_dim != 1:
                 x = x.movedim(site.channel_dim, 1)
-            y: Tensor = inserted(x)
+            beta = beta_of(inserted)
+            y: Tensor = inserted(x) if beta is None else _blended(inserted, x, beta)
             if site.keeps_size:
                 y = y.expand(*y.shape[:2], *x.shape[2:])
             x = y if site.channel_dim == 1 else y.movedim(1, site.channel_dim)

@@ -1,5 +1,7 @@
 """A model to export, and its preprocessing."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchvision.models import ShuffleNetV2
@@ -18,6 +20,6 @@ def trained(name: str, spec: str, size: int = 64) -> tuple[nn.Module, Tensor]:
     if name == "small shufflenet":  # a unit with stride 2 and one with a channel split
         network = ShuffleNetV2([1, 2, 1], [8, 16, 32, 64, 64], num_classes=3)
         return recalibrate_batchnorm(ds.equip(network, spec, input_shape=(3, size, size)), images), images[:6]
-    options = {"zero_init_last": False} if name.startswith("timm/") else {}
+    options: dict[str, Any] = {"zero_init_last": False} if name.startswith("timm/") else {}
     model = ds.create_model(name, spec, num_classes=3, input_shape=(3, size, size), **options)
     return recalibrate_batchnorm(model, images), images[:6]

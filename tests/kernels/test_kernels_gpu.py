@@ -17,12 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_kernels import DTYPES, LAYOUTS, Shape, functions, inputs, made, results
+from test_kernels import DTYPES, LAYOUTS, POOLINGS, Shape, functions, inputs, made, results
 from torch import Tensor
 
 from deepsquare import functional as DF
 from deepsquare import kernels
-from deepsquare.kernels import MeanSquare, ReLUSquare, SquareExcitation, SquareExcitationAddReLU, cpu, dispatch
+from deepsquare.kernels import (
+    BlendedSquare,
+    MeanAndMeanSquare,
+    MeanSquare,
+    ReLUSquare,
+    SquareExcitation,
+    SquareExcitationAddReLU,
+    cpu,
+    dispatch,
+)
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -53,14 +62,18 @@ def test_under_the_interpreter() -> None:
 
 
 KERNELS: dict[str, dict[str, Any]] = {
-    "POOL": dict.fromkeys(("factor", "alpha", "residual", "y")),
-    "POOL_BACKWARD": dict.fromkeys(("alpha", "residual", "per_plane")),
-    "EXCITE": dict.fromkeys(("factor", "residual", "per_plane")),
+    "POOL": dict.fromkeys(("factor", "alpha", "beta", "residual", "y")),
+    "POOL_BACKWARD": dict.fromkeys(("alpha", "beta", "residual", "per_plane")),
+    "EXCITE": dict.fromkeys(("factor", "beta", "residual", "per_plane")),
     "EXCITE_BACKWARD": {"result": None, "dresidual": None},
     "EXCITE_ADD_RELU": dict.fromkeys(("factor", "per_plane")),
-    "EXCITE_ADD_RELU_BACKWARD": {},
+    "EXCITE_ADD_RELU_BACKWARD": {"beta": None},
+    "POOL_BOTH": dict.fromkeys(("factor", "alpha", "beta", "residual", "y")),
+    "POOL_BOTH_BACKWARD": dict.fromkeys(("alpha", "beta", "residual", "per_plane")),
     "RELU_SQUARE": {"grad": None},
     "RELU_SQUARE_BACKWARD": {},
+    "BLEND_SQUARE": dict.fromkeys(("grad", "per_plane")),
+    "BLEND_SQUARE_BACKWARD": {},
 }
 
 
@@ -77,8 +90,9 @@ def test_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     kernel = gpu._KERNELS[cpu.Kernel[name]]
     for channels_last in (False, True) if name == "POOL" else (False,):  # it makes a difference in _tile alone
         constants = {"channels_last": channels_last, "rows": 64, "width": 4, "block": 256, **KERNELS[name]}
+        constants["both"] = name.startswith("POOL_BOTH")
         constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
-        kinds = dict.fromkeys(("channels", "hw", "count"), "i64") | dict.fromkeys(constants, "constexpr")
+        kinds = dict.fromkeys(("channels", "hw", "count", "planes"), "i64") | dict.fromkeys(constants, "constexpr")
         signature = {argument: kinds.get(argument, "*bf16") for argument in kernel.arg_names}
         compiled = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32))
         assert ".f64" not in compiled.asm["ptx"], "computes in float32"
@@ -149,22 +163,30 @@ def check_value_and_gradients_are_those_of_float64(
         bound = 2e-6 * max(1, float(reference.abs().max()))
         torch.testing.assert_close(ours.double(), reference, rtol=once + 2e-6, atol=bound)
     assert found[0].dtype == dtype
-    if name != "square_pooling":
+    if name not in POOLINGS:
         assert all(tensor.stride() == given[0].stride() for tensor in (found[0], found[1])), "the layout is kept"
 
 
-def every_operation(backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor, grad: Tensor) -> list[Any]:
-    result = SquareExcitationAddReLU.forward(backend, x, alpha, residual)
-    return [
+def every_operation(
+    backend: ModuleType, x: Tensor, alpha: Tensor, residual: Tensor, grad: Tensor, beta: Tensor | None = None
+) -> list[Any]:
+    result = SquareExcitationAddReLU.forward(backend, x, alpha, beta, residual)
+    per_plane, weight = grad.flatten(2)[..., 0].float(), torch.tensor([0.3])
+    found = [
         MeanSquare.forward(backend, x),
-        *MeanSquare.backward(backend, grad.flatten(2)[..., 0].float(), x),
-        SquareExcitation.forward(backend, x, alpha),
-        *SquareExcitation.backward(backend, grad, x, alpha),
+        *MeanSquare.backward(backend, per_plane, x),
+        SquareExcitation.forward(backend, x, alpha, beta),
+        *SquareExcitation.backward(backend, grad, x, alpha, beta),
         result,
-        *SquareExcitationAddReLU.backward(backend, grad, x, alpha, result),
+        *SquareExcitationAddReLU.backward(backend, grad, x, alpha, beta, result),
         ReLUSquare.forward(backend, x),
         *ReLUSquare.backward(backend, grad, x),
+        MeanAndMeanSquare.forward(backend, x),
+        *MeanAndMeanSquare.backward(backend, torch.stack([per_plane, per_plane.flip(0)]), x),
+        BlendedSquare.forward(backend, x, weight),
+        *BlendedSquare.backward(backend, grad, x, weight),
     ]
+    return [tensor for tensor in found if tensor is not None]
 
 
 needs_cpu = pytest.mark.skipif(cpu.library() is None, reason="the kernels of the CPU were not built here")
@@ -177,9 +199,10 @@ def check_agree_with_the_cpu_kernels(dtype: torch.dtype, layout: str, gpu: Modul
     x = made((2, 5, 3, 7), dtype, layout)
     others = made(tuple(x.shape), seed=1).double(), torch.ones(()).expand(x.shape)  # of other types and layouts
     alpha = torch.tensor([[-0.2]], dtype=torch.bfloat16)
-    found, expected = (every_operation(each, x, alpha, *others) for each in (gpu, cpu))
-    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps + 2e-6, atol=2e-6)
-    assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
+    for beta in (None, torch.tensor(0.4)):
+        found, expected = (every_operation(each, x, alpha, *others, beta) for each in (gpu, cpu))
+        torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps + 2e-6, atol=4e-6)
+        assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
 
 
 EDGES = [*((torch.float32, alpha) for alpha in (0.0, 1e-30, 1e-19, 1e18, 1e20, math.nan)), *((t, -1.0) for t in DTYPES)]
@@ -214,8 +237,9 @@ def check_edges(dtype: torch.dtype, alpha: float, gpu: ModuleType) -> None:
 def check_zero_alpha_is_exactly_the_identity(dtype: torch.dtype, gpu: ModuleType) -> None:
     x, gradient = made((2, 3, 4, 5), dtype), made((2, 3, 4, 5), dtype, seed=1)
     x[0, 0] = 0
-    assert torch.equal(SquareExcitation.forward(gpu, x, torch.zeros(1)), x)
-    of_x, of_alpha = SquareExcitation.backward(gpu, gradient, x, torch.zeros(1))
+    assert torch.equal(SquareExcitation.forward(gpu, x, torch.zeros(1), None), x)
+    of_x, of_alpha, _ = SquareExcitation.backward(gpu, gradient, x, torch.zeros(1), None)
+    assert of_x is not None
     assert torch.equal(of_x, gradient)
     assert of_alpha == 0
 

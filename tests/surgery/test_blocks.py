@@ -186,7 +186,7 @@ def test_autocast(fused: list[Tensor]) -> None:
 
 def test_another_excitation_is_called(fused: list[Tensor]) -> None:
     class Silent(SquareExcitation):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, beta: Tensor | None = None) -> Tensor:
             return x * 0
 
     model = made().eval()
