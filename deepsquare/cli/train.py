@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepsquare.training import ImageNetRecipe, LoaderConfig, Recipe, StoppedError, TrainerConfig, init_distributed
-from deepsquare.training.recipe import RECIPES, configure
+from deepsquare.training.configure import configure
+from deepsquare.training.recipe import RECIPES
 from deepsquare.training.run import MODEL, train
 
 SIGTERM_CODE, SIGINT_CODE = 143, 130  # exit codes of a process ended by the signal

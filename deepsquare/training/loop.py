@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepsquare._compat import upgrade_training_state
 from deepsquare._files import atomic_write, remove_stale_temps
 from deepsquare.results import pack_bits, round_for_json
-from deepsquare.training.recipe import Recipe, describe_run
+from deepsquare.training.recipe import Recipe, added_defaults, describe_run
 from deepsquare.training.trainer import Trainer, evaluate
 
 logger = logging.getLogger("deepsquare")
@@ -150,8 +150,8 @@ class _Run:
         """Continue from a checkpoint; one of another identity, recipe or model is refused."""
         state = _read_checkpoint(path)
         progress = state["progress"]
-        expected = {"identity": self.identity, **self.described}
-        stored = {"identity": progress.get("identity"), **state["recipe"]}
+        expected = {"identity": self.identity, **added_defaults(), **self.described}
+        stored = {"identity": progress.get("identity"), **added_defaults(), **state["recipe"]}
         if different := [name for name in expected if stored.get(name) != expected[name]]:
             names = "; ".join(f"its {name} is {stored.get(name)}, expected {expected[name]}" for name in different)
             raise ValueError(f"{path} belongs to another run: {names}. Remove it or choose another path")
@@ -247,7 +247,9 @@ def _train_epoch(
     metrics, epoch, is_main_process = run.epoch_metrics, run.history.epochs, run.trainer.distributed.is_main_process
     with closing(batches.epoch(epoch, metrics.steps)) as remaining:  # an error's traceback would keep its workers alive
         for images, labels in remaining:
-            lr = run.recipe.lr_at(epoch + (metrics.steps + 1) / len(batches))
+            progress = epoch + (metrics.steps + 1) / len(batches)
+            lr = run.recipe.lr_at(progress)
+            run.trainer.set_beta(run.recipe.beta_at(progress))
             due = is_main_process and time.perf_counter() - run.saved_at > checkpoint_interval
             try:
                 stopping, due = step(run.trainer, images, labels, lr, metrics, stop(), due)

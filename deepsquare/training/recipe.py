@@ -8,13 +8,10 @@ are trained without.
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from inspect import formatannotation
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import msgspec
@@ -22,9 +19,12 @@ import torch
 from torch import nn
 
 from deepsquare.models import NETWORKS
+from deepsquare.surgery import Init, param_groups
 
 Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is expected
 OUTCOME_FIELDS = ("precision", "ema", "sync_bn")  # of TrainerConfig: they influence the result
+ADDED_FIELDS = ("decay_1d", "init", "anneal_epochs")  # of recipes: they came after the first rows
+ANNEAL_EPOCHS = 5.0
 DROPOUT = 0.2
 LONGER = ("resnet18+softmin", 200)  # the one network that Table 4 trains for another number of epochs too
 
@@ -69,6 +69,8 @@ class Validated:
 class Recipe(Validated):
     """SGD with momentum; the learning rate rises linearly during the warm-up and then decays by a cosine to zero.
 
+    NOTE not in paper: which parameters decay. All do, which is what torch.optim.SGD does with a model's parameters.
+
     Attributes:
         epochs: Number of epochs.
         batch_size: Images per step, over all processes.
@@ -76,7 +78,8 @@ class Recipe(Validated):
         warmup: Epochs of warm-up.
         momentum: Momentum of SGD.
         nesterov: Use Nesterov momentum.
-        weight_decay: Weight decay of every parameter, as in torch.optim.SGD.
+        weight_decay: Weight decay, as in torch.optim.SGD.
+        decay_1d: Apply it also to the 1-D parameters: biases, normalization, α and √s. β of ``init`` never decays.
     """
 
     epochs: int
@@ -86,6 +89,7 @@ class Recipe(Validated):
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 1e-4
+    decay_1d: bool = True
 
     def _checks(self) -> Iterable[Check]:
         yield "epochs", self.epochs >= 1, "at least 1"
@@ -105,6 +109,10 @@ class Recipe(Validated):
         decayed = min((progress - self.warmup) / (self.epochs - self.warmup), 1.0)
         return self.lr * (1 + math.cos(math.pi * decayed)) / 2
 
+    def beta_at(self, progress: float) -> float | None:
+        """β of the inserted modules in the step that ends after ``progress`` epochs; None if nothing sets it."""
+        return None
+
     def optimizer(self, model: nn.Module, *, scaled: bool = False) -> torch.optim.SGD:
         """The optimizer of a model; the training loop sets its learning rate at every step.
 
@@ -112,7 +120,8 @@ class Recipe(Validated):
         the fused optimizer of torch 2.13 reads uninitialized memory as its momentum.
         """
         options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": not scaled}
-        return torch.optim.SGD(model.parameters(), self.lr, weight_decay=self.weight_decay, **options)
+        groups = param_groups(model, self.weight_decay, decay_1d=self.decay_1d)
+        return torch.optim.SGD(groups, self.lr, **options)
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,9 @@ class ImageNetRecipe(Recipe):
         eval_resize: Shorter side of an evaluated image, before the center crop.
         eval_size: Side of the center crop.
         start: Checkpoint to fine-tune, of the base network or an equipped one; None for random weights.
+        init: How the modules of the spec start: as the paper's, or as the identity with β learned from 0, or with β
+            annealed from 0 to 1 in the first epochs.
+        anneal_epochs: Number of those epochs; None for 5, but at most half of all.
     """
 
     epochs: int = 120
@@ -166,6 +178,8 @@ class ImageNetRecipe(Recipe):
     eval_resize: int = 256
     eval_size: int = 224
     start: str | None = None
+    init: Init = "paper"
+    anneal_epochs: float | None = None
 
     def _checks(self) -> Iterable[Check]:
         yield from super()._checks()
@@ -175,6 +189,20 @@ class ImageNetRecipe(Recipe):
         yield "crop_ratio", 0 < self.crop_ratio[0] <= self.crop_ratio[1] < math.inf, "0 < low ≤ high"
         yield "eval_size", self.eval_size >= 1, "at least 1"
         yield "eval_resize", self.eval_resize >= self.eval_size, f"at least eval_size, {self.eval_size}"
+        yield "init", self.init == "paper" or self.spec != "", "'paper' without a spec: nothing else has a β"
+        anneal = self.anneal_epochs
+        yield "anneal_epochs", anneal is None or 0 < anneal <= self.epochs, f"above 0, at most the {self.epochs} epochs"
+        yield "anneal_epochs", anneal is None or self.init == "anneal", "None unless init is 'anneal'"
+
+    def beta_at(self, progress: float) -> float | None:
+        """β rises linearly, step by step, and is exactly 1 at the end of ``anneal_epochs``.
+
+        NOTE not in paper: five epochs, as the warm-up, so that β has its last value when the learning rate is highest;
+        and at most half of a short run, whose other half trains the network that is evaluated.
+        """
+        if self.init != "anneal":
+            return None
+        return min(progress / (self.anneal_epochs or min(ANNEAL_EPOCHS, self.epochs / 2)), 1.0)
 
 
 @dataclass(frozen=True)
@@ -240,26 +268,18 @@ DEFAULT_CONFIG = TrainerConfig()
 def describe_run(recipe: Recipe, config: TrainerConfig = DEFAULT_CONFIG) -> dict[str, Any]:
     """What rows store as the recipe, and what must match when a run is resumed.
 
-    Runs by an ImageNetRecipe include the outcome fields of the config; other recipes are used with the defaults.
+    Runs by an ImageNetRecipe include the outcome fields of the config; other recipes are used with the defaults. The
+    added fields are left out where they have their defaults: a run of an earlier version is the same run.
     """
     outcome = OUTCOME_FIELDS if isinstance(recipe, ImageNetRecipe) else ()
-    return {**asdict(recipe), **{name: getattr(config, name) for name in outcome}}
+    described = {**asdict(recipe), **{name: getattr(config, name) for name in outcome}}
+    defaults = added_defaults()
+    return {name: value for name, value in described.items() if name not in defaults or value != defaults[name]}
 
 
-def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageNetRecipe, list[str]]:
-    """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
-    changes, notes = convert_recipe_fields(type(recipe), changes), []
-    batch_size, epochs = (changes.get(name, getattr(recipe, name)) for name in ("batch_size", "epochs"))
-    if batch_size != recipe.batch_size and batch_size >= 1 and "lr" not in changes:
-        changes["lr"] = recipe.lr * batch_size / recipe.batch_size
-        notes.append(
-            f"the lr follows the batch size: {recipe.lr:g} for {recipe.batch_size} is {changes['lr']:g} for "
-            f"{batch_size}; set lr to choose another"
-        )
-    if epochs < recipe.warmup and "warmup" not in changes:
-        changes["warmup"] = float(epochs)
-        notes.append(f"the warm-up of {recipe.warmup:g} epochs is shortened to the {epochs} epochs of the run")
-    return replace(recipe, **changes), notes
+def added_defaults() -> dict[str, Any]:
+    """What the fields mean that :func:`describe_run` leaves out."""
+    return {field.name: field.default for field in fields(ImageNetRecipe) if field.name in ADDED_FIELDS}
 
 
 def _recipes() -> dict[str, ImageNetRecipe]:
@@ -279,45 +299,3 @@ def _recipes() -> dict[str, ImageNetRecipe]:
 
 
 RECIPES: dict[str, ImageNetRecipe] = _recipes()
-
-
-def configure(
-    name: str, changes: Mapping[str, Any], file: Path | None = None, loading: LoaderConfig = DEFAULT_LOADER
-) -> tuple[ImageNetRecipe, TrainerConfig, list[str]]:
-    """A named recipe and the config, changed by a file and then by ``changes``; and notes on fields that follow.
-
-    ``changes`` may have fields of ImageNetRecipe and TrainerConfig, the file those that decide the result.
-    """
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
-    recipe, config, stored = RECIPES[name], TrainerConfig(loading=loading), _read_changes(file) if file else {}
-    try:
-        _apply(recipe, config, stored)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    return _apply(recipe, config, {**stored, **changes})
-
-
-def _apply(
-    recipe: ImageNetRecipe, config: TrainerConfig, changes: Mapping[str, Any]
-) -> tuple[ImageNetRecipe, TrainerConfig, list[str]]:
-    names = {field.name for field in fields(TrainerConfig)}
-    recipe, notes = override(recipe, {name: value for name, value in changes.items() if name not in names})
-    converted = convert_fields(TrainerConfig, {name: value for name, value in changes.items() if name in names})
-    return recipe, replace(config, **converted), notes
-
-
-def _read_changes(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}; expected changes to a recipe as TOML or JSON")
-    try:
-        changes = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid TOML or, with the suffix .json, JSON: {error}") from error
-    if not isinstance(changes, dict):
-        raise ValueError(f"{path} contains a {type(changes).__name__}; expected fields of a recipe with their values")
-    config_fields = {field.name for kind in (TrainerConfig, LoaderConfig) for field in fields(kind)}
-    if misplaced := sorted((config_fields - set(OUTCOME_FIELDS)) & changes.keys()):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
-        raise ValueError(f"{path}: {flags} is not part of a recipe; set it on the command line")
-    return changes

@@ -24,7 +24,7 @@ from deepsquare.results import Row, Store
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
 from deepsquare.training.loop import DivergedError, History, StoppedError, fit
-from deepsquare.training.recipe import DEFAULT_CONFIG, ImageNetRecipe, TrainerConfig, describe_run
+from deepsquare.training.recipe import DEFAULT_CONFIG, ImageNetRecipe, TrainerConfig, added_defaults, describe_run
 from deepsquare.training.trainer import Trainer
 
 IMAGENET = (1000, 1_281_167)  # its number of classes and of training images
@@ -63,8 +63,8 @@ def setup_training(
         reason = f"expected a divisor of the {share} images that each process takes per step"
         raise ValueError(f"micro_batch_size is {config.micro_batch_size}; {reason}")
     torch.manual_seed(seed)
-    shape = (3, recipe.size, recipe.size)
-    model = create_model(recipe.model, recipe.spec, dropout=recipe.dropout, input_shape=shape, num_classes=len(classes))
+    options: dict[str, Any] = {"init": recipe.init, "dropout": recipe.dropout, "num_classes": len(classes)}
+    model = create_model(recipe.model, recipe.spec, input_shape=(3, recipe.size, recipe.size), **options)
     if recipe.start is not None:
         checkpoint.load_weights(model, recipe.start)
     preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize)
@@ -98,7 +98,14 @@ def train(
     trainer, source = setup.trainer, setup.batches.source
     described = describe_run(recipe, config)
     ensure_writable(results)
-    summary = {"name": name, "seed": seed, **described, "images": len(source), "classes": len(source.classes)}
+    summary = {
+        "name": name,
+        "seed": seed,
+        **added_defaults(),
+        **described,
+        "images": len(source),
+        "classes": len(source.classes),
+    }
     path = _prepare_folder(output, summary, trainer, resume)
     torch.manual_seed(seed + 1 + distributed.rank)  # each process has its own dropout masks
     history = _fit(setup, recipe, path, f"{name}, seed {seed}")
@@ -167,7 +174,8 @@ def _prepare_folder(output: Path, summary: dict[str, Any], trainer: Trainer, res
         raise ValueError(f"{output} already contains a run; continue it with --resume, or choose another --output")
     if resume and summary_path.exists():
         try:
-            stored = rename_keys(msgspec.json.decode(summary_path.read_bytes(), type=dict[str, Any]), RECIPE_KEYS)
+            decoded = msgspec.json.decode(summary_path.read_bytes(), type=dict[str, Any])
+            stored = {**added_defaults(), **rename_keys(decoded, RECIPE_KEYS)}
         except ValueError as error:
             raise ValueError(f"{summary_path} is damaged ({error}); remove it, or choose another --output") from error
         if changed := [key for key in summary if stored.get(key) != summary[key]]:

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from deepsquare.data.loader import NO_LABEL
 from deepsquare.preprocessing import Preprocessing
+from deepsquare.surgery import set_beta
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.recipe import DEFAULT_CONFIG, Recipe, TrainerConfig
 
@@ -54,6 +55,7 @@ class Trainer:
         if config.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self.model = model
+        self._beta: float | None = None
         scaled = config.precision == "float16"
         self.optimizer = recipe.optimizer(model, scaled=scaled)
         self.ema = None
@@ -93,6 +95,12 @@ class Trainer:
             valid_sum, classes = valid_sum + valid, logits.shape[1]
         return loss_sum, correct, valid_sum, classes
 
+    def set_beta(self, value: float | None) -> None:
+        """Set β of a model equipped with ``init="anneal"`` for the next step; None leaves it as it is."""
+        self._beta = value
+        if value is not None:
+            set_beta(self.model, value)
+
     def optimizer_step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -100,6 +108,8 @@ class Trainer:
         self.scaler.update()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
+            if self._beta is not None:  # the EMA's buffers are averages too, which would lag behind
+                set_beta(self.ema, self._beta)
 
     def logits(self, images: Tensor, *, ema: bool = False) -> Tensor:
         """The logits of the model, or of its EMA, for evaluation."""

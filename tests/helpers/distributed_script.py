@@ -2,7 +2,7 @@
 
 The losses of its steps and the weights at its end go to OUT. Options: ``micro`` takes micro-batches of two images;
 ``checkpoint`` writes a checkpoint at every step; ``die=5`` kills the last process at step 5 of the first attempt;
-``long`` takes twice the epochs, and batch statistics.
+``long`` takes twice the epochs, and batch statistics; ``anneal`` squares the map, with β from 0 to 1.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from deepsquare.data.folders import open_source
 from deepsquare.preprocessing import Preprocessing
+from deepsquare.surgery import equip
 from deepsquare.training import ImageNetRecipe, LoaderConfig, Trainer, TrainerConfig, fit, init_distributed
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
 from deepsquare.training.loop import EpochMetrics
@@ -25,6 +27,8 @@ from deepsquare.training.loop import EpochMetrics
 def main(data: Path, out: Path, options: Sequence[str] = ()) -> None:
     epochs, die = 6 if "long" in options else 3, [int(option[4:]) for option in options if option.startswith("die=")]
     recipe = ImageNetRecipe(epochs=epochs, batch_size=12, lr=0.05, warmup=1.0, size=16, eval_size=16, eval_resize=18)
+    if "anneal" in options:
+        recipe = replace(recipe, spec="square(after='2')", init="anneal")
     loading = LoaderConfig(pipeline="torchvision")
     preprocessing = Preprocessing(size=16, resize=18)
     losses: list[float] = []
@@ -33,6 +37,7 @@ def main(data: Path, out: Path, options: Sequence[str] = ()) -> None:
         torch.manual_seed(0)
         before = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8) if "long" in options else nn.Identity(), nn.ReLU())
         network = nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
+        equip(network, recipe.spec, init=recipe.init, input_shape=(3, 16, 16))
         config = TrainerConfig(micro_batch_size=2 if "micro" in options else None)
         trainer = Trainer(network, recipe, config, distributed, preprocessing)
         batches = ImageBatches(open_source(data, "train"), recipe, distributed=distributed, loading=loading)

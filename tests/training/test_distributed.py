@@ -45,10 +45,14 @@ def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [(), ("micro",)])
+@pytest.mark.parametrize("options", [(), ("micro",), ("anneal",)])
 def test_two_processes_follow_the_loss_of_one(
     data: Path, alone: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
+    if "anneal" in options:
+        assert one_process(data, tmp_path / "alone.json", *options) == 0
+        alone = json.loads((tmp_path / "alone.json").read_text())
+        assert [1.0] in alone["weights"]  # β
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -20,8 +20,10 @@ from deepsquare.paper.grid.runner import TrainingRun, run_grid, train_to_row
 from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Rows, Seeds, check_selection
 from deepsquare.paper.tables import CONTINUED, PaperRow
 from deepsquare.results import Row, Store
+from deepsquare.surgery import Init
 from deepsquare.training import ImageNetRecipe
-from deepsquare.training.recipe import DROPOUT, RECIPES, override
+from deepsquare.training.configure import override
+from deepsquare.training.recipe import DROPOUT, RECIPES
 from deepsquare.training.run import setup_training
 
 SIZES = {"resnet18": 64, "shufflenet_v2_x1_0": 96, "shufflenet_v2_x0_5": 96}  # ResNet50 would take days
@@ -48,18 +50,24 @@ def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[Tr
         for name in rows or names:
             recipe = recipe_of(name)
             runs.append(TrainingRun(experiment, name, seed, recipe.model, recipe.spec, f"{recipe.size} px", recipe))
-        runs += [_continued(experiment, seed, entry) for entry in CONTINUED.entries if not rows or entry.model in rows]
+        runs += [continued(experiment, seed, entry) for entry in CONTINUED.entries if not rows or entry.model in rows]
     return runs
 
 
-def _continued(experiment: str, seed: int, entry: PaperRow) -> TrainingRun:
+def continued(experiment: str, seed: int, entry: PaperRow, init: Init = "paper") -> TrainingRun:
+    """A run that continues the trained base network with the entry's modules, which start as ``init`` says.
+
+    Another init is another row with another schedule, so that the report compares it with its own kind.
+    """
     base = recipe_of(entry.model)
     recipe = replace(
         base, spec=entry.spec, epochs=CONTINUED_EPOCHS, warmup=0.0, lr=CONTINUED_LR * base.lr,
-        dropout=DROPOUT if entry.spec else None,
+        dropout=DROPOUT if entry.spec else None, init=init,
     )  # fmt: skip
-    name = "+".join(filter(None, (entry.model, entry.spec)))
-    return TrainingRun(experiment, name, seed, entry.model, entry.spec, f"{base.size} px", recipe, entry.model)
+    name, schedule = "+".join(filter(None, (entry.model, entry.spec))), f"{base.size} px"
+    if init != "paper":
+        name, schedule = f"{name}@{init}", f"{schedule}, {init}"
+    return TrainingRun(experiment, name, seed, entry.model, entry.spec, schedule, recipe, entry.model)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,6 @@ def run_proxy(
     assert isinstance(first, ImageNetRecipe)
     setup_training(first, data)  # fail early
     store = Store(output.results / "imagenet.jsonl")
-    for continued in (False, True):  # the continued runs need the models of the others
-        part = [run for run in runs if (run.init_from is not None) == continued]
+    for later in (False, True):  # the continued runs need the models of the others
+        part = [run for run in runs if (run.init_from is not None) == later]
         run_grid(part, ImageFolderTraining(data), store, workers)
