@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from deepsquare.models import NETWORKS
+from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from deepsquare.surgery import Init, param_groups
 
 Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is expected
 OUTCOME_FIELDS = ("precision", "ema", "sync_bn")  # of TrainerConfig: they influence the result
-ADDED_FIELDS = ("decay_1d", "init", "anneal_epochs")  # of recipes: they came after the first rows
+ADDED_FIELDS = ("decay_1d", "init", "anneal_epochs", "mean", "std")  # of recipes: they came after the first rows
 ANNEAL_EPOCHS = 5.0
 DROPOUT = 0.2
 LONGER = ("resnet18+softmin", 200)  # the one network that Table 4 trains for another number of epochs too
@@ -162,6 +163,8 @@ class ImageNetRecipe(Recipe):
         init: How the modules of the spec start: as the paper's, or as the identity with β learned from 0, or with β
             annealed from 0 to 1 in the first epochs.
         anneal_epochs: Number of those epochs; None for 5, but at most half of all.
+        mean: Of each channel, by which images with values from 0 to 1 are normalized; those of the weights in start.
+        std: Of each channel, likewise.
     """
 
     epochs: int = 120
@@ -180,6 +183,8 @@ class ImageNetRecipe(Recipe):
     start: str | None = None
     init: Init = "paper"
     anneal_epochs: float | None = None
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
 
     def _checks(self) -> Iterable[Check]:
         yield from super()._checks()
@@ -193,6 +198,8 @@ class ImageNetRecipe(Recipe):
         anneal = self.anneal_epochs
         yield "anneal_epochs", anneal is None or 0 < anneal <= self.epochs, f"above 0, at most the {self.epochs} epochs"
         yield "anneal_epochs", anneal is None or self.init == "anneal", "None unless init is 'anneal'"
+        yield "mean", all(map(math.isfinite, self.mean)), "three finite numbers"
+        yield "std", all(0 < value < math.inf for value in self.std), "three finite numbers above 0"
 
     def beta_at(self, progress: float) -> float | None:
         """β rises linearly, step by step, and is exactly 1 at the end of ``anneal_epochs``.

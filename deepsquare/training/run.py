@@ -67,7 +67,7 @@ def setup_training(
     model = create_model(recipe.model, recipe.spec, input_shape=(3, recipe.size, recipe.size), **options)
     if recipe.start is not None:
         checkpoint.load_weights(model, recipe.start)
-    preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize)
+    preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize, recipe.mean, recipe.std)
     return TrainingSetup(
         "imagenet" if (len(classes), len(train_source)) == IMAGENET else data.resolve().name,
         Trainer(model, recipe, config, distributed, preprocessing),
