@@ -13,6 +13,7 @@ from deepsquare.paper.cifar10.experiment import choose_recipe, table_experiment,
 from deepsquare.paper.deployment.int8 import run_int8
 from deepsquare.paper.deployment.parity import run_parity
 from deepsquare.paper.grid.backend import LOCAL, Workers
+from deepsquare.paper.imagenet.continued import run_continued
 from deepsquare.paper.imagenet.pretrained import run_pretrained
 from deepsquare.paper.imagenet.proxy import run_proxy
 from deepsquare.paper.options import OUT, Cifar10Folder, OutputFolders, RandomNetworks, Schedule, Seeds, TableRows
@@ -93,6 +94,7 @@ EXPERIMENTS: dict[str, Callable[..., bool | None]] = {
     "baselines": table_experiment("Not in the paper: the baselines in the vanilla CNN", BASELINES_TABLE),
     "recipe": choose_recipe,
     "proxy": run_proxy,
+    "continued": run_continued,
     "pretrained": run_pretrained,
     "study": run_study,
     "rule": run_rule,

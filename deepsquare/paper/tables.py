@@ -177,17 +177,3 @@ def stored_labels() -> dict[str, str]:
 
 
 TABLES = (TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7)
-
-_SMALLEST = "shufflenet_v2_x0_5"
-CONTINUED = PaperTable(
-    0,
-    "A trained network continued, with and without squares",
-    (
-        PaperRow("ShuffleNetV2-0.5×", "", None, model=_SMALLEST),
-        PaperRow("Square-Pooling (SP)", "pooling", None, model=_SMALLEST),
-        PaperRow("Square-Softmin (SS)", "softmin", None, model=_SMALLEST),
-        PaperRow("Square-Encoding (SEn)", "encoding", None, model=_SMALLEST),
-        PaperRow("SP & SEx", "pooling+excitation", None, model=_SMALLEST),
-    ),
-    data="continued",
-)

@@ -12,14 +12,15 @@ from deepsquare.surgery.equip import (
     unwrap,
 )
 from deepsquare.surgery.fold import fold
-from deepsquare.surgery.insertion import PREFIX, Init
+from deepsquare.surgery.insertion import INITS, PREFIX, Init
 from deepsquare.surgery.param_groups import param_groups
 from deepsquare.surgery.site import KINDS, Kind, Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
 from deepsquare.surgery.techniques import TECHNIQUES, Technique
 
 __all__ = [
-    "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Init", "Kind", "Site", "Sites", "Technique", "Term", "equip",
+    "INITS", "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Init", "Kind", "Site", "Sites", "Technique", "Term",
+    "equip",
     "equip_record", "fold", "format_spec", "intact_record", "is_folded", "param_groups", "parse_spec", "set_beta",
     "sites", "unequip", "unwrap",
 ]  # fmt: skip

@@ -6,14 +6,17 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.report import BASE, Page, RenderPage, row, rows_of, standard_rows, write_store
 from scipy import stats
 
 from deepsquare.cost import cost_of, format_count
+from deepsquare.paper.imagenet.continued import SPECS
 from deepsquare.paper.report import render
 from deepsquare.paper.report.charts import signed
 from deepsquare.paper.report.evidence import table_findings
@@ -21,6 +24,7 @@ from deepsquare.paper.statistics import Interval
 from deepsquare.paper.tables import TABLE_2, TABLE_4
 from deepsquare.paper.verdict import Verdict, judge_sign
 from deepsquare.results import Row
+from deepsquare.surgery import INITS
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs/results.md"
@@ -145,23 +149,28 @@ def test_runs_on_other_data_are_proxies(render_page: RenderPage) -> None:
     assert page.line("table2", "DeepSquare3")[-1] == "+1.06"
 
 
-def test_continued_networks_have_their_own_table(render_page: RenderPage) -> None:
-    def runs(spec: str, tops: tuple[float, ...], **init: str) -> list[Row]:
-        proxy = {"model": "shufflenet_v2_x0_5", "schedule": "96 px", **init}
-        of_seed = [{"top1": top, "top5": 0.9, "accuracy": top} for top in tops]
-        shared: dict[str, Any] = {"experiment": "imagenette", "recipe": proxy}
-        return [row(spec, seed, None, **shared, metrics=metrics) for seed, metrics in enumerate(of_seed)]
+def test_continued_networks_are_compared_with_the_plain_one_of_the_same_base(render_page: RenderPage) -> None:
+    def runs(label: str, spec: str, tops: Sequence[float], base: str = "weights a", first: int = 0) -> list[Row]:
+        recipe = {"model": "shufflenet_v2_x0_5", "schedule": "imagenette, 96 px", "init_from": base}
+        shared: dict[str, Any] = {"experiment": "continued", "recipe": recipe}
+        made = [row(spec, seed, None, **shared, metrics={"accuracy": top}) for seed, top in enumerate(tops, first)]
+        return [msgspec.structs.replace(each, row=label) for each in made]
 
-    begun = runs("", (0.5, 0.51, 0.52))
-    continued = [
-        *runs("", (0.6, 0.61, 0.62), init_from="shufflenet_v2_x0_5"),
-        *runs("softmin", (0.63, 0.64, 0.66), init_from="shufflenet_v2_x0_5"),
-    ]
-    page = render_page([*begun, *continued])
-    assert page.line("continued", "Square-Softmin (SS)")[2].startswith("+3.33")
-    assert page.line("continued", "ShuffleNetV2-0.5×")[1].startswith("61.00")
-    assert page.line("table7", "ShuffleNetV2-0.5×")[-2].startswith("51.00")  # from the start
-    assert page.line("table7", "ShuffleNetV2-0.5×")[-1] == ""  # the paper's accuracy is of other data
+    plain, identity, inferior = (0.70, 0.71, 0.72, 0.715, 0.705), (0.70, 0.712, 0.72, 0.716, 0.706), (0.60,) * 5
+    rows = runs("shufflenet_v2_x0_5", "", plain)
+    rows += runs("shufflenet_v2_x0_5", "", [0.9], base="weights of another machine", first=2)  # fewer rows: left out
+    for spec in SPECS:
+        for init in INITS:
+            values = inferior if (spec, init) == ("encoding", "paper") else identity
+            rows += runs(f"shufflenet_v2_x0_5+{spec}@{init}", spec, values)
+    page = render_page(rows)
+    lines = [line for line in page.tables["continued"] if line and line[0] == "Square-Encoding (SEn)"]
+    by_start = {line[1]: line for line in lines}
+    assert by_start["as in the paper"][3].startswith("−11.00")
+    assert by_start["as in the paper"][4] == "inferior"
+    assert by_start["identity, β learned"][2:] == ["71.08", by_start["identity, β learned"][3], "not inferior"]
+    assert by_start["identity, β learned"][3].startswith("+0.08 [")
+    assert not any("90.00" in cell for cell in page.line("table7", "ShuffleNetV2-0.5×"))
 
 
 def test_the_rows_of_the_spirals(render_page: RenderPage) -> None:

@@ -184,7 +184,7 @@ def test_at_zero_an_overflowing_square_is_bypassed(term: str, use_kernels: bool)
 def test_a_zero_gamma_is_kept_and_the_branch_still_learns() -> None:
     base = create("resnet18", num_classes=5, zero_init_residual=True)
     model = ds.equip(copy.deepcopy(base), "excitation", init="identity")  # no warning either
-    assert not any(bool(block.bn2.weight.any()) for block in model.layer1)  # type: ignore[union-attr, operator]
+    assert not any(bool(block.bn2.weight.any()) for block in model.layer1)  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = images(4)
     for _ in range(2):

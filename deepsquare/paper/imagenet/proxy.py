@@ -9,7 +9,7 @@ chosen by a result.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,18 +18,15 @@ from deepsquare.checkpoint import RunInfo, load_weights, save
 from deepsquare.paper.grid.backend import LOCAL, OnProgress, Workers
 from deepsquare.paper.grid.runner import TrainingRun, run_grid, train_to_row
 from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Rows, Seeds, check_selection
-from deepsquare.paper.tables import CONTINUED, PaperRow
 from deepsquare.results import Row, Store
-from deepsquare.surgery import Init
 from deepsquare.training import ImageNetRecipe
 from deepsquare.training.configure import override
-from deepsquare.training.recipe import DROPOUT, RECIPES
+from deepsquare.training.recipe import RECIPES
 from deepsquare.training.run import setup_training
 
 SIZES = {"resnet18": 64, "shufflenet_v2_x1_0": 96, "shufflenet_v2_x0_5": 96}  # ResNet50 would take days
 EPOCHS = {"resnet18": 20, "shufflenet_v2_x1_0": 30, "shufflenet_v2_x0_5": 40}
 BATCH_SIZE, WARMUP = 64, 1.0
-CONTINUED_EPOCHS, CONTINUED_LR = 10, 0.1  # relative to the learning rate of the first training
 
 
 def recipe_of(name: str) -> ImageNetRecipe:
@@ -42,7 +39,7 @@ def recipe_of(name: str) -> ImageNetRecipe:
 
 
 def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[TrainingRun]:
-    """The runs ordered by seed: from random weights, and those that continue a trained network."""
+    """The runs ordered by seed."""
     names = [name for name, named in RECIPES.items() if named.model in SIZES and not name.endswith("@200")]
     check_selection(seeds, rows, names)
     runs = []
@@ -50,24 +47,7 @@ def proxy_runs(experiment: str, seeds: int, rows: Sequence[str] = ()) -> list[Tr
         for name in rows or names:
             recipe = recipe_of(name)
             runs.append(TrainingRun(experiment, name, seed, recipe.model, recipe.spec, f"{recipe.size} px", recipe))
-        runs += [continued(experiment, seed, entry) for entry in CONTINUED.entries if not rows or entry.model in rows]
     return runs
-
-
-def continued(experiment: str, seed: int, entry: PaperRow, init: Init = "paper") -> TrainingRun:
-    """A run that continues the trained base network with the entry's modules, which start as ``init`` says.
-
-    Another init is another row with another schedule, so that the report compares it with its own kind.
-    """
-    base = recipe_of(entry.model)
-    recipe = replace(
-        base, spec=entry.spec, epochs=CONTINUED_EPOCHS, warmup=0.0, lr=CONTINUED_LR * base.lr,
-        dropout=DROPOUT if entry.spec else None, init=init,
-    )  # fmt: skip
-    name, schedule = "+".join(filter(None, (entry.model, entry.spec))), f"{base.size} px"
-    if init != "paper":
-        name, schedule = f"{name}@{init}", f"{schedule}, {init}"
-    return TrainingRun(experiment, name, seed, entry.model, entry.spec, schedule, recipe, entry.model)
 
 
 @dataclass(frozen=True)
@@ -75,24 +55,20 @@ class ImageFolderTraining:
     """Trains on a folder of images and saves the model, to be continued or deployed."""
 
     data: Path
+    base: Path | None = None  # the weights to continue
 
     def __call__(self, run: TrainingRun, checkpoint: Path, on_progress: OnProgress) -> Row:
         recipe = run.recipe
         assert isinstance(recipe, ImageNetRecipe)
         setup = setup_training(recipe, self.data, run.seed)
-        if run.init_from is not None:
-            base = model_path(checkpoint.parent, run.init_from, run.seed)
-            if not base.exists():
-                raise FileNotFoundError(
-                    f"{base} is missing, which the run of {run.init_from} saves; if its row came from another "
-                    "machine, train it here: give a new folder as --results"
-                )
-            load_weights(setup.trainer.model, base)  # new parameters keep their initial values
+        if self.base is not None:
+            load_weights(setup.trainer.model, self.base)  # new parameters keep their initial values
         torch.manual_seed(run.seed)
         row = train_to_row(run, setup.trainer, setup.batches, setup.evaluation, checkpoint, on_progress)
         info = RunInfo(run.row, run.seed, run.init_from)
-        path = model_path(checkpoint.parent, **asdict(info))
-        save(setup.trainer.model, path, setup.trainer.preprocessing, run=info)
+        if run.seed == 0 or self.base is None:  # of the continued networks one each
+            path = model_path(checkpoint.parent, **asdict(info))
+            save(setup.trainer.model, path, setup.trainer.preprocessing, run=info)
         return row
 
 
@@ -119,6 +95,4 @@ def run_proxy(
     assert isinstance(first, ImageNetRecipe)
     setup_training(first, data)  # fail early
     store = Store(output.results / "imagenet.jsonl")
-    for later in (False, True):  # the continued runs need the models of the others
-        part = [run for run in runs if (run.init_from is not None) == later]
-        run_grid(part, ImageFolderTraining(data), store, workers)
+    run_grid(runs, ImageFolderTraining(data), store, workers)

@@ -209,9 +209,9 @@ def table_findings(table: PaperTable, rows: Sequence[Row], judged: JudgedRows | 
 def _belongs(run: RunResult, table: PaperTable) -> bool:
     experiment, continued = run.schedule.experiment, run.schedule.continued
     on_imagenet = (
-        not experiment.startswith(("cifar", "tiny_imagenet")) and not continued
+        not experiment.startswith(("cifar", "tiny_imagenet", "continued")) and not continued
     )  # the study has its own section
-    on_data = {"CIFAR-10": experiment == "cifar10", "ImageNet": on_imagenet, "continued": continued}
+    on_data = {"CIFAR-10": experiment == "cifar10", "ImageNet": on_imagenet}
     return on_data[table.data] and run.model in {entry.model for entry in table.entries}
 
 

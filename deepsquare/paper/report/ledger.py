@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -138,19 +138,24 @@ def samples_of(rows: Sequence[Row], regime: Regime) -> dict[str, Sample]:
         labels = stored_labels()
         runs, _ = latest_recipes([run for row in of_regime if (run := RunResult.from_row(row))], set())
         chosen = [(labels[run.spec], run.row) for run in runs if run.spec in labels and run.model == VANILLA]
+    return to_samples(chosen, CLASSES[regime.experiment], TEST_IMAGES)
+
+
+def to_samples(rows: Iterable[tuple[str, Row]], classes: int, images: int) -> dict[str, Sample]:
+    """Labeled rows of networks for so many classes, evaluated on so many images; of a seed's rows the first."""
     accuracies: dict[str, dict[int, float]] = {}
     diverged: dict[str, set[int]] = {}
     correct: dict[str, dict[int, Any]] = {}
-    for label, row in chosen:
+    for label, row in rows:
         metrics, fraction = row.metrics, row.metrics["accuracy"]
         if row.seed in accuracies.setdefault(label, {}):
             continue
         failed = bool(metrics.get("diverged")) or fraction is None
-        accuracies[label][row.seed] = 100 / CLASSES[regime.experiment] if failed else 100 * fraction
+        accuracies[label][row.seed] = 100 / classes if failed else 100 * fraction
         if failed:
             diverged.setdefault(label, set()).add(row.seed)
         elif metrics.get("correct"):
-            correct.setdefault(label, {})[row.seed] = unpack_bits(metrics["correct"], TEST_IMAGES).numpy()
+            correct.setdefault(label, {})[row.seed] = unpack_bits(metrics["correct"], images).numpy()
     return {
         label: Sample(values, frozenset(diverged.get(label, ())), correct.get(label, {}))
         for label, values in accuracies.items()

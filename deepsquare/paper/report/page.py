@@ -13,16 +13,18 @@ from deepsquare.cost import cost, cost_of, format_count
 from deepsquare.models import vanilla_cnn
 from deepsquare.paper import verdict
 from deepsquare.paper.fig2.experiment import summarize
+from deepsquare.paper.imagenet.continued import MARGIN
 from deepsquare.paper.report import activations, bench, charts, figures
 from deepsquare.paper.report.ablations import ablations
 from deepsquare.paper.report.after_training import after_training
+from deepsquare.paper.report.continued import before_training, continued_networks
 from deepsquare.paper.report.evidence import RunResult, TableFindings, grouped, read_stores, table_findings
 from deepsquare.paper.report.ledger import Evidence, counts, ledger
 from deepsquare.paper.report.study import study_families
 from deepsquare.paper.simulation import POWER, undecidable
 from deepsquare.paper.spirals import regimes as spiral_regimes
 from deepsquare.paper.spirals.draw import SCHEDULES
-from deepsquare.paper.tables import BASELINES_TABLE, CONTINUED, TABLES
+from deepsquare.paper.tables import BASELINES_TABLE, TABLES
 from deepsquare.results import Row, Store
 
 PAPER_LAYERS = (  # Table 1: the type of each layer and its output
@@ -101,7 +103,9 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "table_1": table_1(),
         "cifar": [(findings, charts.forest(findings), charts.learning_curves(findings)) for findings in cifar],
         "imagenet": [(findings, _costs(findings)) for findings in tables if findings not in cifar],
-        "continued": table_findings(CONTINUED, rows),
+        "before_training": before_training(rows),
+        "continued": continued_networks(rows),
+        "margin": MARGIN,
         "study": study_families(rows, evidence.against_plain()),
         "ablations": ablations(rows),
         "after_training": after_training(rows),
