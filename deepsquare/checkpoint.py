@@ -155,6 +155,10 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
     else:
         header, tensors = read_header(path), load_file(path)
     expected = model.state_dict()
+    # torchvision sets the auxiliary classifiers that a model is built without to None.
+    if left_out := [key for key in tensors if getattr(model, key.split(".")[0], "") is None]:
+        logger.warning("%s: left out, as the model is built without: %s", path, ", ".join(left_out))
+        tensors = {key: value for key, value in tensors.items() if key not in left_out}
     # Files of before torch 0.4.1 have no counts, and torch loads them too.
     tensors |= {key: expected[key] for key in expected.keys() - tensors.keys() if key.endswith("num_batches_tracked")}
     other = {key for key, value in expected.items() if key not in tensors or tensors[key].shape != value.shape}

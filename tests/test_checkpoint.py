@@ -455,6 +455,14 @@ def test_of_pretrained_weights_only_the_classifier_may_differ(base: nn.Module, t
     assert torch.equal(model.get_parameter("layer1.0.conv1.weight"), channelwise.get_parameter("layer1.0.conv1.weight"))
 
 
+def test_auxiliary_classifiers_of_pretrained_weights_are_left_out(tmp_path: Path) -> None:
+    whole = ds.create_model("googlenet", num_classes=4, init_weights=False)
+    torch.save(whole.state_dict(), tmp_path / "whole.pth")
+    model = ds.create_model("googlenet", num_classes=3, init_weights=False, aux_logits=False)
+    deepsquare.checkpoint.load_pretrained(model, tmp_path / "whole.pth")
+    assert torch.equal(model.get_parameter("conv1.conv.weight"), whole.get_parameter("conv1.conv.weight"))
+
+
 def test_an_unsafe_or_other_pickle_is_refused(tmp_path: Path) -> None:
     class Unsafe:
         def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:

@@ -47,6 +47,8 @@ def test_train_and_eval_from_the_command_line(data: Path, tmp_path: Path, shell:
     assert code == 0, output
     metrics = json.loads(output)
     assert (metrics["images"], metrics["size"], metrics["resize"]) == (21, 32, 36)  # as it was trained
+    _, output = shell("eval", run, "--data", data, "--json", "--size", "40", *SMALL[-4:])
+    assert (json.loads(output)["size"], json.loads(output)["resize"]) == (40, 45)  # in the same ratio
     model, stored = load(run / "model.safetensors"), read_header(run / "model.safetensors").preprocessing
     assert stored is not None
     save(model.double(), tmp_path / "odd.safetensors", dataclasses.replace(stored, mean=(0.0, 0.0, 0.0)))
