@@ -136,10 +136,8 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
 
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
-    header, record = read_header(path), equip_record(model)
-    spec = record.spec if record else ""
-    if header.spec and set(header.spec.split("+")) != set(spec.split("+")):  # not each has keys of its own
-        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec, spec)
+    header = read_header(path)
+    _warn_of_another_spec(model, path, header)
     return _fill(unwrap(model), load_file(path), path, header)
 
 
@@ -154,6 +152,7 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
         header, tensors = NO_HEADER, _read_state_dict(path)
     else:
         header, tensors = read_header(path), load_file(path)
+    _warn_of_another_spec(model, path, header)
     expected = model.state_dict()
     # torchvision sets the auxiliary classifiers that a model is built without to None.
     if left_out := [key for key in tensors if getattr(model, key.split(".")[0], "") is None]:
@@ -168,6 +167,13 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
             logger.warning("%s: another classifier; initialized anew: %s", path, ", ".join(sorted(anew)))
             tensors |= {key: expected[key] for key in anew}
     return _fill(model, tensors, path, header)
+
+
+def _warn_of_another_spec(model: nn.Module, path: PathLike, header: Header) -> None:
+    record = equip_record(model)
+    spec = record.spec if record else ""
+    if header.spec and set(header.spec.split("+")) != set(spec.split("+")):  # not each has keys of its own
+        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec, spec)
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -441,7 +441,9 @@ def test_pretrained_weights_of_every_form_start_a_model_of_other_classes(
         assert (logged in caplog.text) == (classes == 3)
 
 
-def test_of_pretrained_weights_only_the_classifier_may_differ(base: nn.Module, tmp_path: Path) -> None:
+def test_of_pretrained_weights_only_the_classifier_may_differ(
+    base: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, state = tmp_path / "base.pth", base.state_dict()
     torch.save({key: value for key, value in state.items() if not key.startswith("fc")}, path)
     deepsquare.checkpoint.load_pretrained(equipped("pooling", 3), path)  # without its head, as timm's num_classes=0
@@ -453,6 +455,10 @@ def test_of_pretrained_weights_only_the_classifier_may_differ(base: nn.Module, t
     model = equipped("softmin(scale='channel')", 3)
     deepsquare.checkpoint.load_pretrained(model, tmp_path / "channelwise")  # √s has one value per class
     assert torch.equal(model.get_parameter("layer1.0.conv1.weight"), channelwise.get_parameter("layer1.0.conv1.weight"))
+    assert "holds a model with spec" not in caplog.text
+    ds.save(equipped("pooling", 3), tmp_path / "pooling")
+    deepsquare.checkpoint.load_pretrained(equipped("pooling+softmin", 3), tmp_path / "pooling")
+    assert "holds a model with spec 'pooling'; this one has spec 'pooling+softmin'" in caplog.text
 
 
 def test_auxiliary_classifiers_of_pretrained_weights_are_left_out(tmp_path: Path) -> None:
