@@ -10,6 +10,7 @@ RECIPE_KEYS = {
     "pictures": "images",
     "optimiser": "optimizer",
     "initialisation": "initialization",
+    "start": "pretrained",
 }
 EXPORT_KEYS = {"pictures": "preprocessing", "classes": "class_names"}
 
@@ -31,7 +32,7 @@ def upgrade_header(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_training_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A training state (``last.pt``) of version 2 with the names of version 3."""
+    """A training state (``last.pt``) of version 2, or an early one of version 3, with the names of today."""
     names = {"optimiser": "optimizer", "average": "ema"}
     upgraded = {names.get(key, key): value for key, value in state.items()}
     progress_keys = {"tally": "epoch_metrics", "losing": "bad_epochs", "right": "correct"}

@@ -1,6 +1,6 @@
 """Checkpoints from which a model can be rebuilt: safetensors with the model's name, spec and kwargs in the header.
 
-Only safetensors files are read. Unpickling a file can run code, so pickled files are refused.
+Unpickling a file can run code, so pickled files are refused; :func:`load_pretrained` reads the weights of one without.
 """
 
 import copy
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.surgery import PREFIX, Init, equip_record, fold, intact_record, is_folded, unwrap
+from deepsquare.surgery import PREFIX, Init, equip_record, fold, intact_record, is_folded, sites, unwrap
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -51,6 +52,9 @@ class Header:
     init: Init = "paper"
     preprocessing: Preprocessing | None = None
     run: RunInfo | None = None
+
+
+NO_HEADER = Header(name=None, kwargs={}, spec="", dropout=None, input_shape=None, folded=False)  # of other programs
 
 
 def save(
@@ -132,11 +136,60 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
 
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
-    header, record = read_header(path), equip_record(model)
+    header = read_header(path)
+    _warn_of_another_spec(model, path, header)
+    return _fill(unwrap(model), load_file(path), path, header)
+
+
+def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
+    """Start ``model`` from trained weights: as :func:`load_weights`, but for other classes too.
+
+    A classifier that has another shape in the file, or is missing there, keeps its initial values and is logged. The
+    file may also be a ``state_dict`` that ``torch.save`` wrote.
+    """
+    path, model = Path(path), unwrap(model)
+    if path.is_file() and _is_pickled(path):
+        header, tensors = NO_HEADER, _read_state_dict(path)
+    else:
+        header, tensors = read_header(path), load_file(path)
+    _warn_of_another_spec(model, path, header)
+    expected = model.state_dict()
+    # torchvision sets the auxiliary classifiers that a model is built without to None.
+    if left_out := [key for key in tensors if getattr(model, key.split(".")[0], "") is None]:
+        logger.warning("%s: left out, as the model is built without: %s", path, ", ".join(left_out))
+        tensors = {key: value for key, value in tensors.items() if key not in left_out}
+    # Files of before torch 0.4.1 have no counts, and torch loads them too.
+    tensors |= {key: expected[key] for key in expected.keys() - tensors.keys() if key.endswith("num_batches_tracked")}
+    other = {key for key, value in expected.items() if key not in tensors or tensors[key].shape != value.shape}
+    if any(PREFIX not in key for key in other):
+        classifier = f"{sites(model).classifier}."
+        if anew := [key for key in other if key.startswith(classifier) and (key in tensors or PREFIX not in key)]:
+            logger.warning("%s: another classifier; initialized anew: %s", path, ", ".join(sorted(anew)))
+            tensors |= {key: expected[key] for key in anew}
+    return _fill(model, tensors, path, header)
+
+
+def _warn_of_another_spec(model: nn.Module, path: PathLike, header: Header) -> None:
+    record = equip_record(model)
     spec = record.spec if record else ""
     if header.spec and set(header.spec.split("+")) != set(spec.split("+")):  # not each has keys of its own
         logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec, spec)
-    return _fill(unwrap(model), load_file(path), path, header)
+
+
+def _read_state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled ``state_dict``, alone or as ``state_dict`` or ``model`` in a training checkpoint."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or unsafe file makes torch and pickle fail in many ways
+        raise ValueError(
+            f"{path} cannot be read as a state_dict without running code from it, or is damaged; expected what "
+            "torch.save(model.state_dict(), path) writes"
+        ) from error
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds no state_dict; expected what torch.save(model.state_dict(), path) writes")
+    return {key.removeprefix("module."): value for key, value in state.items()}  # of DistributedDataParallel
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header) -> list[str]:
@@ -184,9 +237,7 @@ def read_header(path: PathLike) -> Header:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        with path.open("rb") as file:
-            start = file.read(4)
-        if start[:2] == b"PK" or start[:1] == b"\x80":
+        if _is_pickled(path):
             raise ValueError(
                 f"{path} is a pickled file, which may run code when it is opened; only safetensors files are read. If "
                 "you trust it, convert it: safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
@@ -194,7 +245,7 @@ def read_header(path: PathLike) -> Header:
         reason = f"{path} is not a safetensors file, or is truncated ({error})"
         raise ValueError(f"{reason}; expected a file that deepsquare.save wrote") from error
     if metadata.get("format") != '"deepsquare"':
-        return Header(name=None, kwargs={}, spec="", dropout=None, input_shape=None, folded=False)
+        return NO_HEADER
     try:
         fields = upgrade_header({key: json.loads(value) for key, value in metadata.items()})
         if fields.get("version") == VERSION:
@@ -205,6 +256,12 @@ def read_header(path: PathLike) -> Header:
         f"{path} is a checkpoint of version {fields.get('version')}, this deepsquare reads {VERSION}; use the release "
         "that wrote it"
     )
+
+
+def _is_pickled(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(4)
+    return start[:2] == b"PK" or start[:1] == b"\x80"
 
 
 def _describe(model: nn.Module) -> str:

@@ -113,7 +113,7 @@ def create_model(
         input_shape: shape of one input without the batch, if not the model's default; GE-θ is built for it.
         kwargs: passed to the library's builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
     """
-    library, builder = _find_builder(name)
+    library, builder = find_builder(name)
     try:
         model = builder(**kwargs)
     except (TypeError, RuntimeError) as error:
@@ -152,7 +152,7 @@ def _libraries() -> dict[str, tuple[list[str], Callable[..., nn.Module]]]:
     }
 
 
-def _find_builder(name: str) -> tuple[str, Callable[..., nn.Module]]:
+def find_builder(name: str) -> tuple[str, Callable[..., nn.Module]]:
     """The library that has ``name``, and the function that builds the model."""
     if not isinstance(name, str):
         raise TypeError(

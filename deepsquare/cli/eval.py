@@ -37,13 +37,14 @@ def eval_command(
         data: Folder with the split.
         split: Name of the split's folder.
         size: Side of the center crop; by default as stored in the checkpoint, or 224.
-        resize: Shorter side before the crop; by default as stored in the checkpoint, or 256.
+        resize: Shorter side before the crop; by default in the checkpoint's ratio to the crop, or 256 for 224.
         batch_size: Images per batch and process.
         device: cpu or cuda; by default a GPU if there is one.
     """
     checkpoint = model_file(checkpoint)
     stored = read_header(checkpoint).preprocessing or Preprocessing()
-    size, resize = size or stored.size, resize or max(stored.resize, size or 0)
+    size = size or stored.size
+    resize = resize or round(size * stored.resize / stored.size)
     preprocessing = dataclasses.replace(stored, size=size, resize=resize)
     source, model = open_source(data, split), load(checkpoint).float()
     expected = "expected the data set that it was trained on"

@@ -1,37 +1,44 @@
 """``deepsquare predict``: the likeliest classes of images."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import torch
 import tyro
+from torch import Tensor
 
 from deepsquare.cli._common import AsJson, load_model, model_file
 from deepsquare.export import load_exported
-from deepsquare.export.exporter import compute_logits
-from deepsquare.export.images import load_images
+from deepsquare.export.exporter import BATCH_SIZE, compute_logits
+from deepsquare.export.images import image_files, load_images
 from deepsquare.export.runtimes import is_exported
 
 TOP_K = 5
 
 
 def predict_command(
-    model: tyro.conf.Positional[Path], images: tyro.conf.Positional[tuple[Path, ...]], *, as_json: AsJson = False
+    model: tyro.conf.Positional[Path], paths: tyro.conf.Positional[tuple[Path, ...]], *, as_json: AsJson = False
 ) -> None:
     """Classify images: the five likeliest classes of each.
 
     Args:
         model: A checkpoint, the folder of a training run, or an exported .onnx or .pte file.
-        images: Image files.
+        paths: Image files, and folders with images at any depth.
     """
-    if not images:
-        raise ValueError("no image is named; give one or more files")
+    if not paths:
+        raise ValueError("no image is named; give one or more files or folders")
+    images = [image for path in paths for image in (image_files(path) if path.is_dir() else [path])]
+    compute: Callable[[Tensor], Tensor]
     if is_exported(model):
-        exported = load_exported(model)
+        compute = exported = load_exported(model)
         preprocessing = exported.metadata.preprocessing
-        logits = exported(load_images(images, preprocessing, upright=True))
     else:
         network, preprocessing = load_model(model_file(model))
-        logits = compute_logits(network.eval().float(), load_images(images, preprocessing, upright=True))
+        compute = partial(compute_logits, network.eval().float())
+    batches = (images[first : first + BATCH_SIZE] for first in range(0, len(images), BATCH_SIZE))
+    logits = torch.cat([compute(load_images(batch, preprocessing, upright=True)) for batch in batches])
     if failed := [str(file) for file, isnan in zip(images, logits.isnan().any(1), strict=True) if isnan]:
         raise ValueError(f"{model} has no prediction for {', '.join(failed)}: its logits are NaN; train it further")
     num_classes = logits.shape[1]

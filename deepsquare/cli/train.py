@@ -1,4 +1,4 @@
-"""``deepsquare train``: train a network by a recipe of the paper."""
+"""``deepsquare train``: train a network by the paper's recipe."""
 
 import inspect
 import sys
@@ -53,13 +53,14 @@ def train_command(
     overrides: tyro.conf.OmitArgPrefixes[Overrides] = {},  # noqa: B006  # tyro passes a new one
     loading: tyro.conf.OmitArgPrefixes[LoaderConfig] = LoaderConfig(),  # noqa: B008
 ) -> None:
-    """Train a network by the recipe of a row of Tables 4, 5 or 7; every field of the recipe can be changed.
+    """Train a network by the paper's recipe, of which every field can be changed.
 
     It runs in one process or, started by torchrun, in many that share each batch. The folder of the run keeps its
     checkpoint, its log and finally the model.
 
     Args:
-        name: A recipe, such as resnet18+pooling; without it, all recipes are listed.
+        name: MODEL or MODEL+SPEC, such as resnet18+pooling, with any model of torchvision or timm; without it, the
+            recipes of Tables 4, 5 and 7 are listed.
         data: Folder with train and val, each of class folders or of WebDataset shards.
         output: Folder of the run; out/train/NAME by default.
         seed: Seed of the initial weights, the order of the images and the crops.

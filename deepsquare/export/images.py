@@ -38,13 +38,20 @@ def load_images(files: Sequence[Path], preprocessing: Preprocessing, upright: bo
     return preprocessing.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2)).contiguous()
 
 
-def sample_files(folder: Path, count: int) -> list[Path]:
-    """Up to ``count`` images from a folder at any depth, evenly spread over the sorted paths."""
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder at any depth, sorted: files with the suffix of an image that are not hidden."""
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is no folder; expected one with images in it")
-    files = sorted(Path(parent) / name for parent, _, names in os.walk(folder) for name in names if is_image(name))
+    walked = ((Path(parent), name) for parent, _, names in os.walk(folder) for name in names)
+    files = sorted(parent / name for parent, name in walked if is_image(name) and not name.startswith("."))
     if not files:
         raise ValueError(f"{folder} has no images in it, at any depth")
+    return files
+
+
+def sample_files(folder: Path, count: int) -> list[Path]:
+    """Up to ``count`` images from a folder at any depth, evenly spread over the sorted paths."""
+    files = image_files(folder)
     return [files[index * len(files) // count] for index in range(count)] if len(files) > count else files
 
 

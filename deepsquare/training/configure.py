@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from deepsquare.models import find_builder
+from deepsquare.surgery import parse_spec
 from deepsquare.training.recipe import (
     DEFAULT_LOADER,
     OUTCOME_FIELDS,
@@ -16,11 +18,16 @@ from deepsquare.training.recipe import (
     TrainerConfig,
     convert_fields,
     convert_recipe_fields,
+    recipe_for,
 )
 
 
 def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageNetRecipe, list[str]]:
-    """The recipe with some fields changed, and notes on others that follow: the lr scales with the batch size."""
+    """The recipe with some fields changed, and notes on others that follow.
+
+    The lr scales with the batch size; images are evaluated at the size that they are trained at, resized in the
+    recipe's ratio (256 for 224) before the crop.
+    """
     changes, notes = convert_recipe_fields(type(recipe), changes), []
     batch_size, epochs = (changes.get(name, getattr(recipe, name)) for name in ("batch_size", "epochs"))
     if batch_size != recipe.batch_size and batch_size >= 1 and "lr" not in changes:
@@ -32,24 +39,36 @@ def override(recipe: ImageNetRecipe, changes: Mapping[str, Any]) -> tuple[ImageN
     if epochs < recipe.warmup and "warmup" not in changes:
         changes["warmup"] = float(epochs)
         notes.append(f"the warm-up of {recipe.warmup:g} epochs is shortened to the {epochs} epochs of the run")
+    if "size" in changes:
+        changes.setdefault("eval_size", changes["size"])
+    if "eval_size" in changes:
+        changes.setdefault("eval_resize", round(changes["eval_size"] * recipe.eval_resize / recipe.eval_size))
     return replace(recipe, **changes), notes
 
 
 def configure(
     name: str, changes: Mapping[str, Any], file: Path | None = None, loading: LoaderConfig = DEFAULT_LOADER
 ) -> tuple[ImageNetRecipe, TrainerConfig, list[str]]:
-    """A named recipe and the config, changed by a file and then by ``changes``; and notes on fields that follow.
+    """The recipe of a network and the config, changed by a file and then by ``changes``; and notes on what follows.
 
+    ``name`` is one of RECIPES, or MODEL or MODEL+SPEC with the name of any model of torchvision or timm.
     ``changes`` may have fields of ImageNetRecipe and TrainerConfig, the file those that decide the result.
     """
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
-    recipe, config, stored = RECIPES[name], TrainerConfig(loading=loading), _read_changes(file) if file else {}
+    recipe, config = RECIPES.get(name) or _recipe_of_any(name), TrainerConfig(loading=loading)
+    stored = _read_changes(file) if file else {}
     try:
         _apply(recipe, config, stored)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
     return _apply(recipe, config, {**stored, **changes})
+
+
+def _recipe_of_any(name: str) -> ImageNetRecipe:
+    """The recipe of a network that the paper does not train; ValueError if there is no such model or spec."""
+    model, plus, spec = name.partition("+")
+    find_builder(model)
+    parse_spec(spec or plus)
+    return recipe_for(model, spec)
 
 
 def _apply(

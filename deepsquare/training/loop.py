@@ -171,7 +171,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # a damaged file makes torch and pickle fail in many ways
         raise ValueError(f"{path} is not a training checkpoint, or is damaged; remove it to start again") from error
-    if isinstance(state, dict) and state.get("version") == 2:
+    if isinstance(state, dict) and state.get("version") in (2, VERSION):
         state = upgrade_training_state(state)
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"{path} is not a training checkpoint of version {VERSION}; remove it to start again")

@@ -3,7 +3,8 @@
 ``RECIPES`` has the paper's for ImageNet by name: ``resnet18``, ``resnet18+pooling``, ``resnet18+softmin@200``.
 
 NOTE not in paper: which networks count as "the CNNs with DeepSquare" for dropout. All with a spec do; the plain ones
-are trained without.
+are trained without. Networks that the paper does not train take the recipe of the ResNets, the ShuffleNets that of
+ShuffleNetV2.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ import torch
 from torch import nn
 
 from deepsquare.models import NETWORKS
-from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from deepsquare.surgery import Init, param_groups
 
 Check = tuple[str, bool, str]  # a field, whether its value is valid, and what is expected
 OUTCOME_FIELDS = ("precision", "ema", "sync_bn")  # of TrainerConfig: they influence the result
-ADDED_FIELDS = ("decay_1d", "init", "anneal_epochs", "mean", "std")  # of recipes: they came after the first rows
+ADDED_FIELDS = ("decay_1d", "init", "anneal_epochs")  # of recipes: they came after the first rows
 ANNEAL_EPOCHS = 5.0
 DROPOUT = 0.2
 LONGER = ("resnet18+softmin", 200)  # the one network that Table 4 trains for another number of epochs too
@@ -80,7 +80,7 @@ class Recipe(Validated):
         momentum: Momentum of SGD.
         nesterov: Use Nesterov momentum.
         weight_decay: Weight decay, as in torch.optim.SGD.
-        decay_1d: Apply it also to the 1-D parameters: biases, normalization, α and √s. β of ``init`` never decays.
+        decay_1d: Let 1-D parameters decay too: biases, normalization, α and √s. β of ``init`` never decays.
     """
 
     epochs: int
@@ -159,12 +159,11 @@ class ImageNetRecipe(Recipe):
         flip: Flip images horizontally with probability 0.5.
         eval_resize: Shorter side of an evaluated image, before the center crop.
         eval_size: Side of the center crop.
-        start: Checkpoint to fine-tune, of the base network or an equipped one; None for random weights.
+        pretrained: Weights to fine-tune, of the base network or an equipped one: a safetensors file or a state_dict
+            that torch.save wrote; None for random weights.
         init: How the modules of the spec start: as the paper's, or as the identity with β learned from 0, or with β
             annealed from 0 to 1 in the first epochs.
-        anneal_epochs: Number of those epochs; None for 5, but at most half of all.
-        mean: Of each channel, by which images with values from 0 to 1 are normalized; those of the weights in start.
-        std: Of each channel, likewise.
+        anneal_epochs: Epochs in which β rises; None for 5, but at most half of all.
     """
 
     epochs: int = 120
@@ -180,11 +179,9 @@ class ImageNetRecipe(Recipe):
     flip: bool = True
     eval_resize: int = 256
     eval_size: int = 224
-    start: str | None = None
+    pretrained: str | None = None
     init: Init = "paper"
     anneal_epochs: float | None = None
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
 
     def _checks(self) -> Iterable[Check]:
         yield from super()._checks()
@@ -198,8 +195,6 @@ class ImageNetRecipe(Recipe):
         anneal = self.anneal_epochs
         yield "anneal_epochs", anneal is None or 0 < anneal <= self.epochs, f"above 0, at most the {self.epochs} epochs"
         yield "anneal_epochs", anneal is None or self.init == "anneal", "None unless init is 'anneal'"
-        yield "mean", all(map(math.isfinite, self.mean)), "three finite numbers"
-        yield "std", all(0 < value < math.inf for value in self.std), "three finite numbers above 0"
 
     def beta_at(self, progress: float) -> float | None:
         """β rises linearly, step by step, and is exactly 1 at the end of ``anneal_epochs``.
@@ -289,17 +284,22 @@ def added_defaults() -> dict[str, Any]:
     return {field.name: field.default for field in fields(ImageNetRecipe) if field.name in ADDED_FIELDS}
 
 
+def recipe_for(model: str, spec: str = "") -> ImageNetRecipe:
+    """The paper's recipe for a network: that of the ShuffleNets for these, of the ResNets for all others."""
+    shufflenet = model.startswith("shufflenet")
+    return ImageNetRecipe(
+        epochs=400 if shufflenet else 120,
+        weight_decay=4e-5 if shufflenet else 1e-4,
+        model=model,
+        spec=spec,
+        dropout=DROPOUT if spec else None,
+    )
+
+
 def _recipes() -> dict[str, ImageNetRecipe]:
     recipes = {}
     for network in NETWORKS:
-        shufflenet = network.model.startswith("shufflenet")
-        recipes[network.name] = ImageNetRecipe(
-            epochs=400 if shufflenet else 120,
-            weight_decay=4e-5 if shufflenet else 1e-4,
-            model=network.model,
-            spec=network.spec,
-            dropout=DROPOUT if network.spec else None,
-        )
+        recipes[network.name] = recipe_for(network.model, network.spec)
         if network.name == LONGER[0]:
             recipes[f"{network.name}@{LONGER[1]}"] = replace(recipes[network.name], epochs=LONGER[1])
     return recipes

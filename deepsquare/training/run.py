@@ -19,7 +19,7 @@ from deepsquare._compat import RECIPE_KEYS, rename_keys
 from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.data.folders import check_same_classes, open_source
 from deepsquare.models import create_model
-from deepsquare.preprocessing import Preprocessing
+from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from deepsquare.results import Row, Store
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
@@ -29,6 +29,10 @@ from deepsquare.training.trainer import Trainer
 
 IMAGENET = (1000, 1_281_167)  # its number of classes and of training images
 CHECKPOINT, MODEL, EMA, LOG, SUMMARY = "last.pt", "model.safetensors", "ema.safetensors", "log.jsonl", "run.json"
+AUXILIARY = (
+    "googlenet",
+    "inception_v3",
+)  # have further classifiers in training, which the paper's loss has no term for
 JOB = ".job"  # the torchrun job that started the run
 
 
@@ -64,10 +68,15 @@ def setup_training(
         raise ValueError(f"micro_batch_size is {config.micro_batch_size}; {reason}")
     torch.manual_seed(seed)
     options: dict[str, Any] = {"init": recipe.init, "dropout": recipe.dropout, "num_classes": len(classes)}
+    if recipe.model.rpartition("/")[2] in AUXILIARY:
+        options["aux_logits"] = False
     model = create_model(recipe.model, recipe.spec, input_shape=(3, recipe.size, recipe.size), **options)
-    if recipe.start is not None:
-        checkpoint.load_weights(model, recipe.start)
-    preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize, recipe.mean, recipe.std)
+    if recipe.pretrained is not None:
+        checkpoint.load_pretrained(model, recipe.pretrained)
+    # NOTE not in paper: images are normalized as timm says for its model, else by ImageNet's mean and std.
+    timm_config: dict[str, Any] = getattr(model, "pretrained_cfg", {})
+    mean, std = timm_config.get("mean", IMAGENET_MEAN), timm_config.get("std", IMAGENET_STD)
+    preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize, tuple(mean), tuple(std))
     return TrainingSetup(
         "imagenet" if (len(classes), len(train_source)) == IMAGENET else data.resolve().name,
         Trainer(model, recipe, config, distributed, preprocessing),

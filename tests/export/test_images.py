@@ -1,16 +1,19 @@
 """Image files as the input of a model: preprocessing, orientation, calibration."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.exported import IMAGES
+from helpers.exported import IMAGES, trained
 from helpers.images import make_colored_folders
+from helpers.shell import Shell
 from PIL import Image
 from torchvision.transforms import v2
 
+from deepsquare.checkpoint import save
 from deepsquare.export.images import load_images, sample_files, split_calibration
 from deepsquare.preprocessing import Preprocessing
 
@@ -44,6 +47,32 @@ def test_cameras_and_scanners(tmp_path: Path) -> None:
     assert not torch.equal(as_stored, plain)
     with pytest.raises(FileNotFoundError, match="is a folder; give images"):
         load_images([tmp_path], IMAGES)
+
+
+def test_folders_are_predicted_as_their_images_in_batches(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_colored_folders(tmp_path / "data", train=1, val=2, side=80)
+    (data / "val" / "notes.txt").write_text("no image")
+    (data / "val" / "._0.jpg").write_text("what macOS leaves")
+    model, _ = trained("vanilla_cnn", "pooling")
+    save(model, tmp_path / "run.safetensors", IMAGES)
+    files = sorted((data / "val").glob("*/*.jpg"))
+    single = data / "train" / "red" / "0.jpg"
+    images = load_images([single, *files], IMAGES, upright=True)
+    with torch.inference_mode():
+        expected = model.eval()(images).softmax(1)
+    monkeypatch.setattr("deepsquare.cli.predict.BATCH_SIZE", 3)
+    code, out, err = shell.run(f"predict {tmp_path}/run.safetensors {single} {data}/val --json")
+    assert (code, err) == (0, "")
+    results = json.loads(out)
+    assert [result["image"] for result in results] == [str(single), *map(str, files)]
+    for result, probabilities in zip(results, expected.tolist(), strict=True):
+        predicted = {each["class"]: each["probability"] for each in result["predictions"]}
+        assert predicted == pytest.approx(dict(zip(IMAGES.class_names, probabilities, strict=True)), abs=1e-5)
+    (empty := tmp_path / "empty").mkdir()
+    code, out, err = shell.run(f"predict {tmp_path}/run.safetensors {empty} --json")
+    assert (code, out, err) == (2, "", f"deepsquare: error: {empty} has no images in it, at any depth\n")
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,9 @@ def test_a_state_without_the_added_fields_is_resumed(tmp_path: Path) -> None:
         fit(trainer(recipe), data, recipe, data.evaluation, checkpoint=path, stop=lambda: next(taken) == 2)
     assert {"init", "anneal_epochs", "decay_1d"}.isdisjoint(torch.load(path, weights_only=True)["recipe"])
     assert describe_run(dataclasses.replace(recipe, decay_1d=False))["decay_1d"] is False
+    state = torch.load(path, weights_only=True)
+    state["recipe"]["start"] = state["recipe"].pop("pretrained")  # its name in earlier files
+    torch.save(state, path)
     no_1d = dataclasses.replace(recipe, decay_1d=False)
     with pytest.raises(ValueError, match="its decay_1d is True, expected False"):
         fit(trainer(no_1d), data, no_1d, data.evaluation, checkpoint=path)
@@ -150,5 +153,6 @@ def test_a_run_stores_its_init_and_earlier_runs_are_resumed(tmp_path: Path) -> N
     train("run", paper, data, old := tmp_path / "old", config=CONFIG, results=tmp_path)
     stored = json.loads((old / "run.json").read_text())
     earlier = {name: value for name, value in stored.items() if name not in ("init", "anneal_epochs", "decay_1d")}
+    earlier["start"] = earlier.pop("pretrained")
     (old / "run.json").write_text(json.dumps(earlier))
     assert train("run", paper, data, old, **options).epochs == 1  # type: ignore[arg-type]

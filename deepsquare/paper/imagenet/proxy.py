@@ -32,9 +32,8 @@ BATCH_SIZE, WARMUP = 64, 1.0
 def recipe_of(name: str) -> ImageNetRecipe:
     """A recipe of the paper, reduced for the proxy."""
     recipe = RECIPES[name]
-    size = SIZES[recipe.model]
-    changed = {"size": size, "eval_size": size, "eval_resize": round(size * recipe.eval_resize / recipe.eval_size)}
-    small, _ = override(recipe, {**changed, "epochs": EPOCHS[recipe.model], "batch_size": BATCH_SIZE, "warmup": WARMUP})
+    changed = {"size": SIZES[recipe.model], "epochs": EPOCHS[recipe.model], "batch_size": BATCH_SIZE, "warmup": WARMUP}
+    small, _ = override(recipe, changed)
     return small
 
 
