@@ -1,11 +1,12 @@
 """From an image to a model's input: one object that checkpoints, exported files, data and training share."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -58,3 +59,13 @@ class Preprocessing:
         values = images.contiguous().to(torch.float32, copy=True)
         values.flatten(-2).mul_((1 / (255 * std)).repeat(width)).sub_((mean / std).repeat(width))
         return values
+
+
+def preprocessing_of(model: nn.Module, size: int, resize: int, class_names: tuple[str, ...] = ()) -> Preprocessing:
+    """That of a model's weights.
+
+    NOTE not in paper: images are normalized as timm says for its model, else by ImageNet's mean and std.
+    """
+    config: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
+    mean, std = config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD)
+    return Preprocessing(class_names, size, resize, tuple(mean), tuple(std))

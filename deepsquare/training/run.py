@@ -19,7 +19,7 @@ from deepsquare._compat import RECIPE_KEYS, rename_keys
 from deepsquare._files import atomic_write, ensure_writable
 from deepsquare.data.folders import check_same_classes, open_source
 from deepsquare.models import create_model
-from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from deepsquare.preprocessing import preprocessing_of
 from deepsquare.results import Row, Store
 from deepsquare.training.distributed import SINGLE_PROCESS, DistributedContext
 from deepsquare.training.image_folder import ImageBatches, ImageEvaluation
@@ -73,10 +73,7 @@ def setup_training(
     model = create_model(recipe.model, recipe.spec, input_shape=(3, recipe.size, recipe.size), **options)
     if recipe.pretrained is not None:
         checkpoint.load_pretrained(model, recipe.pretrained)
-    # NOTE not in paper: images are normalized as timm says for its model, else by ImageNet's mean and std.
-    timm_config: dict[str, Any] = getattr(model, "pretrained_cfg", {})
-    mean, std = timm_config.get("mean", IMAGENET_MEAN), timm_config.get("std", IMAGENET_STD)
-    preprocessing = Preprocessing(classes, recipe.eval_size, recipe.eval_resize, tuple(mean), tuple(std))
+    preprocessing = preprocessing_of(model, recipe.eval_size, recipe.eval_resize, classes)
     return TrainingSetup(
         "imagenet" if (len(classes), len(train_source)) == IMAGENET else data.resolve().name,
         Trainer(model, recipe, config, distributed, preprocessing),

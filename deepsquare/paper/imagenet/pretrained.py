@@ -19,6 +19,7 @@ from deepsquare.data.folders import FolderSource, open_source
 from deepsquare.export.images import load_images
 from deepsquare.models import create_model
 from deepsquare.paper.options import OUT, ImageFolders, OutputFolders
+from deepsquare.preprocessing import preprocessing_of
 from deepsquare.results import Row, Store, pack_bits, run_key
 from deepsquare.surgery import Init
 
@@ -71,14 +72,12 @@ def run_pretrained(*, data: ImageFolders, weights: WeightsFile = None, output: O
     if not isinstance(val, FolderSource):
         raise ValueError(f"{data} has shards; give one with class folders")
     classes = imagenet_classes(val.classes)
-    images = load_images(
-        [Path(val.name(index)) for index in range(len(val))],
-        preprocessing_of(load_pretrained(weights=weights), 224, 224),
-    )
+    base = load_pretrained(weights=weights)
+    images = load_images([Path(val.name(index)) for index in range(len(val))], preprocessing_of(base, 224, 224))
+    expected: Tensor | None = None
     labels = classes[val.labels]
     store = Store(output.results / "pretrained.jsonl")
     done = {row.key for row in store.rows()}
-    base: Tensor | None = None
     for spec, init in (("", STARTS[0]), *product(SPECS, STARTS)):
         label = f"{spec}, {init}" if spec else "base"
         recipe = {"model": MODEL, "weights": SHA256, "spec": spec, "init": init, "images": len(images), "size": 224}
@@ -86,8 +85,8 @@ def run_pretrained(*, data: ImageFolders, weights: WeightsFile = None, output: O
             continue
         start = time.perf_counter()
         model = load_pretrained(spec, init, weights)
-        if base is None:
-            base = _logits(load_pretrained(weights=weights), images)
+        if expected is None:
+            expected = _logits(base, images)
         logits = _logits(model, images)
         right = logits.nan_to_num(nan=-torch.inf).argmax(1) == labels
         of_data = logits[:, classes].nan_to_num(nan=-torch.inf).argmax(1) == val.labels
@@ -95,7 +94,9 @@ def run_pretrained(*, data: ImageFolders, weights: WeightsFile = None, output: O
         metrics = {
             "accuracy": float((right & finite).float().mean()),
             "accuracy_of_data": float((of_data & finite).float().mean()),  # among the classes of the data alone
-            "max_rel_error": float((logits - base).abs().max() / base.abs().max()) if bool(finite.all()) else None,
+            "max_rel_error": float((logits - expected).abs().max() / expected.abs().max())
+            if bool(finite.all())
+            else None,
             "overflows": int((~finite).sum()),
             "correct": pack_bits(right & finite),
         }

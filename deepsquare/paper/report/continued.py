@@ -53,16 +53,12 @@ def _section(network: Continued, rows: Sequence[Row]) -> dict[str, Any] | None:
     samples = to_samples([(row.row, row) for row in runs], CLASSES, IMAGES)
     if plain not in samples:
         return None
-    effects = {label: _effect(samples[label], samples[plain], network.seeds) for label in labels if label in samples}
-    verdicts = _verdicts(effects) if len(effects) == len(labels) and all(effects.values()) else {}
-    table = [
-        [
-            TITLES[spec],
-            STARTS[init],
-            *_cells(samples.get(label), samples[plain], effects.get(label), verdicts.get(label)),
-        ]
-        for label, (spec, init) in labels.items()
-    ]
+    effects = {label: _effect(samples.get(label), samples[plain], network.seeds) for label in labels}
+    verdicts = _verdicts(effects) if all(effects.values()) else {}
+    table = []
+    for label, (spec, init) in labels.items():
+        cells = _cells(samples.get(label), samples[plain], effects[label])
+        table.append([TITLES[spec], STARTS[init], *cells, verdicts.get(label, "–")])
     recipe = network.recipe
     return {
         "title": network.title,
@@ -84,10 +80,10 @@ def _one_base_per_seed(rows: Sequence[Row], labels: set[str]) -> list[Row]:
     return [row for bases in groups.values() for row in max(bases.values(), key=len)]
 
 
-def _effect(sample: Sample, plain: Sample, seeds: int) -> Effect | None:
+def _effect(sample: Sample | None, plain: Sample, seeds: int) -> Effect | None:
     """The difference paired by seed, with the errors of the seeds and of the test images, once all seeds are there."""
-    shared = sorted(sample.accuracies.keys() & plain.accuracies.keys())
-    if len(shared) < seeds:
+    shared = sorted(sample.accuracies.keys() & plain.accuracies.keys()) if sample else []
+    if sample is None or len(shared) < seeds:
         return None
     differences = [sample.accuracies[seed] - plain.accuracies[seed] for seed in shared]
     images = image_variance({"row": sample.correct, "plain": plain.correct}, {"row": 1.0, "plain": -1.0})
@@ -103,15 +99,15 @@ def _verdicts(effects: Mapping[str, Effect | None]) -> dict[str, str]:
     return dict(zip(effects, words, strict=True))
 
 
-def _cells(sample: Sample | None, plain: Sample, effect: Effect | None, verdict: str | None) -> list[str]:
+def _cells(sample: Sample | None, plain: Sample, effect: Effect | None) -> list[str]:
     """The accuracy, and its difference from the plain network: with an interval, or the number of seeds so far."""
     if sample is None:
-        return ["–", "–", "–"]
+        return ["–", "–"]
     if effect is not None:
-        return [_mean(sample), f"{signed(effect.mean)} [{', '.join(map(signed, effect.interval()))}]", verdict or "–"]
+        return [_mean(sample), f"{signed(effect.mean)} [{', '.join(map(signed, effect.interval()))}]"]
     shared = sample.accuracies.keys() & plain.accuracies.keys()
     differences = [sample.accuracies[seed] - plain.accuracies[seed] for seed in shared]
-    return [_mean(sample), f"{signed(fmean(differences))} (n = {len(shared)})" if shared else "–", "–"]
+    return [_mean(sample), f"{signed(fmean(differences))} (n = {len(shared)})" if shared else "–"]
 
 
 def _mean(sample: Sample) -> str:
