@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import deepsquare as ds
 from deepsquare.cost import Cost
@@ -79,3 +81,10 @@ def test_module_table(term: str, base: Cost) -> None:
     assert int(parameters) == added["parameters"]
     assert share == f"{100 * added['elementwise_muls'] / base.macs:.3f}"
     assert row.group().endswith(f"| +{100 * added['activation_bytes'] / base.activation_bytes:.1f}% |")
+
+
+def test_a_trained_network_starts_as_it_was_by_the_page_s_code() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trained.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "trained.md", "exec"), names)
+    torch.testing.assert_close(names["after"], names["before"], rtol=1e-5, atol=1e-5)
