@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from deepsquare.models import create_model
 from deepsquare.surgery import unwrap
-from deepsquare.surgery.trace import BatchNormShapes, copy_around, example_shape, explain_shape, float_tensor
+from deepsquare.surgery.inputs import example_shape, explain_shape, float_tensor
+from deepsquare.surgery.trace import BatchNormShapes, copy_around
 
 aten = torch.ops.aten
 

@@ -11,9 +11,10 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
 from deepsquare.surgery.equip import Model, intact_record, is_folded, unwrap
-from deepsquare.surgery.finder import AVERAGES
+from deepsquare.surgery.head_sites import AVERAGES
+from deepsquare.surgery.inputs import CONVOLUTIONS
 from deepsquare.surgery.insertion import SITE, base_class, beta_of, drop_beta, is_watched
-from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
+from deepsquare.surgery.trace import VIEWS, Call, Graph, trace
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm; the identity at inference

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.surgery.finder import last_strides, layer_after_pooling
+from deepsquare.surgery.head_sites import last_strides, layer_after_pooling
 from deepsquare.surgery.insertion import insert
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.trace import Graph, trace
