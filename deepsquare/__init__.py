@@ -8,6 +8,7 @@
 """
 
 from deepsquare import baselines, functional, nn
+from deepsquare.batchnorm import recalibrate_batchnorm
 from deepsquare.checkpoint import load, load_weights, save
 from deepsquare.cost import Cost, cost
 from deepsquare.models import create_model, vanilla_cnn
@@ -16,6 +17,6 @@ from deepsquare.surgery import equip, fold, set_beta, sites, unequip
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cost", "baselines", "cost", "create_model", "equip", "fold", "functional", "load", "load_weights", "nn", "save",
-    "set_beta", "sites", "unequip", "vanilla_cnn",
+    "Cost", "baselines", "cost", "create_model", "equip", "fold", "functional", "load", "load_weights", "nn",
+    "recalibrate_batchnorm", "save", "set_beta", "sites", "unequip", "vanilla_cnn",
 ]  # fmt: skip

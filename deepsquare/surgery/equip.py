@@ -112,6 +112,7 @@ def _insert_terms(
             raise _not_the_identity(
                 dense[0], init, "it sets the strides of the last stage to 1 (dense=False keeps them)"
             )
+        dense[0].refuse_other_maps(graph.input_shape, "the input")
         patches += head.make_dense(model, graph)
         graph = head.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
     sites = find_sites(model, graph)

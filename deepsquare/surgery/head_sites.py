@@ -6,9 +6,10 @@ from torch import nn
 
 from deepsquare.surgery.insertion import base_class
 from deepsquare.surgery.site import Site, attachable, site_at, skip_views
-from deepsquare.surgery.trace import Graph, Node
+from deepsquare.surgery.trace import VIEWS, Graph, Node
 
 AVERAGES = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+SOFTMAX = ("_softmax", "_log_softmax")
 NO_POOLING = "no global average pooling that every path to the output passes through"
 
 
@@ -20,10 +21,23 @@ def find_logits(model: nn.Module, graph: Graph) -> list[Site] | str:
     if others:
         shapes = ", ".join(str(graph.nodes[n].shape[1:]) for n in (graph.output, *others))
         return f"several of its outputs may be the logits, of shapes {shapes} without the batch; return one of them"
-    for node in skip_views(graph, graph.output):
+    for node in skip_views(graph, _before_softmax(graph)):
         if call := attachable(graph, node):
             return [site_at(graph, "logits", call, "output")]
     return "no module of the model returns the logits; make its last layer an nn.Module"
+
+
+def _before_softmax(graph: Graph) -> int:
+    """What a softmax at the end of the model reads, which many models have in evaluation mode only; else the output."""
+    logits = last = graph.output
+    while len(graph.nodes[last].inputs) == 1:
+        node, before = graph.nodes[last], graph.nodes[last].inputs[0]
+        if node.op in SOFTMAX:
+            logits = before
+        elif node.op not in VIEWS and not _averages_the_map(graph, node):
+            break
+        last = before
+    return logits
 
 
 def _is_vector(node: Node) -> bool:
@@ -65,7 +79,7 @@ def _pools_logits(model: nn.Module, graph: Graph, pool: Node) -> bool:
     if isinstance(num_classes, int):
         return num_classes == math.prod(pool.shape[1:])
     node = graph.nodes[pool.inputs[0]]
-    while not node.is_layer and len(node.inputs) == 1 and "norm" not in node.op and node.op not in ("add", "mul"):
+    while not node.is_layer and len(node.inputs) == 1 and "norm" not in node.op and node.op != "mul":
         node = graph.nodes[node.inputs[0]]
     return node.is_layer and all(k == 1 for k in node.kernel)
 

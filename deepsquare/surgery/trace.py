@@ -247,7 +247,10 @@ def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Modu
     try:
         return copy.deepcopy(model, {id(value): tensor(value) for value in tensors})
     except Exception as error:
-        raise ValueError(f"{type(model).__name__} cannot be copied, so it cannot be traced: {error}") from error
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied, so it cannot be traced: {error}. Make copy.deepcopy(model) "
+            "work, or equip the part of it that can be copied"
+        ) from error
 
 
 def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
@@ -257,13 +260,11 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
         model: any module that takes one tensor.
         input_shape: shape of one input without the batch, ``(C, H, W)``; guessed when not given.
     """
-    if input_shape is not None:
-        return _trace(model, tuple(input_shape))
-    shape = example_shape(model)
+    shape = example_shape(model, input_shape)
     try:
         return _trace(model, shape)
     except ValueError:
-        for size in OTHER_SIZES.get(len(shape) - 1, ()):
+        for size in OTHER_SIZES[len(shape) - 1] if input_shape is None else ():
             with suppress(ValueError):
                 return _trace(model, (shape[0], *size))
         raise
