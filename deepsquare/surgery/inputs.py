@@ -72,7 +72,7 @@ def explain_shape(model: nn.Module, shape: tuple[int, ...]) -> Iterator[None]:
             raise ValueError(_depends_on_values(model, str(error))) from error
         advice = f"Give the shape of one input without the batch as input_shape={_axes(model)}"
         if isinstance(error, (TypeError, KeyError, IndexError, AttributeError)):  # of a dict, a list, two tensors
-            advice += ". If it takes anything else than one tensor, equip the part of it that does not"
+            advice += ". If it takes anything else than one tensor, equip a part of it that takes one"
         message = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
             f"{type(model).__name__} could not be run on an input of shape {shape}: {message}. {advice}"
