@@ -55,11 +55,11 @@ def equip(
 
     Every key of the base ``state_dict`` stays, so pretrained weights load before or after; only second-order poolings
     need a wider layer behind them, which is initialized anew. Running statistics of batch normalization stay too: where
-    maps are squared, train the model or call :func:`deepsquare.recalibrate_batchnorm` before eval mode. Equipping again with the same spec changes nothing; with
-    another spec it is an error (``unequip`` first).
+    maps are squared, train the model or call :func:`deepsquare.recalibrate_batchnorm` before eval mode. Equipping again
+    with the same spec changes nothing; with another spec it is an error (``unequip`` first).
 
     Args:
-        model: a CNN classifier, from torchvision, from timm or your own.
+        model: a CNN from torchvision, from timm or your own: a classifier, an embedding or a backbone.
         spec: terms joined by ``+``, as in ``"pooling+excitation"``.
         init: how the modules start. ``"paper"``: as they are, for training from scratch. ``"identity"``, for a trained
             model: each returns (1 − β) · base + β · its result, with β learned from 0, so that the model computes what

@@ -227,7 +227,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph.calls[self.stack.pop()].output = self.find(output)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in what a model returns: also in the output classes of other libraries, which torch does not open."""
     if isinstance(value, Tensor):
         yield value
@@ -235,7 +235,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         if is_dataclass(value) and not isinstance(value, Mapping):
             value = vars(value)
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -290,7 +290,7 @@ def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
                 hook.remove()
     graph = recorder.graph
     graph.input_shape = shape
-    graph.outputs = tuple(dict.fromkeys(node for t in _tensors(returned) if (node := recorder.find(t)) >= 0))
+    graph.outputs = tuple(dict.fromkeys(node for t in tensors_in(returned) if (node := recorder.find(t)) >= 0))
     if not graph.outputs:
         raise ValueError(f"{type(model).__name__} returned no tensor that was computed from its input")
     # The logits rather than the features before them; and of logits and their softmax, the logits.
