@@ -8,6 +8,7 @@
 """
 
 from deepsquare import baselines, functional, nn
+from deepsquare.batchnorm import recalibrate_batchnorm
 from deepsquare.checkpoint import load, load_weights, save
 from deepsquare.cost import Cost, cost
 from deepsquare.models import create_model, vanilla_cnn
@@ -17,5 +18,5 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cost", "baselines", "cost", "create_model", "equip", "fold", "functional", "load", "load_weights", "nn",
-    "param_groups", "save", "set_beta", "sites", "unequip", "vanilla_cnn",
+    "param_groups", "recalibrate_batchnorm", "save", "set_beta", "sites", "unequip", "vanilla_cnn",
 ]  # fmt: skip

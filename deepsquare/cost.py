@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from deepsquare.models import create_model
 from deepsquare.surgery import unwrap
-from deepsquare.surgery.trace import BatchNormShapes, copy_around, example_shape, explain_shape, float_tensor
+from deepsquare.surgery.inputs import example_shape, explain_shape, float_tensor
+from deepsquare.surgery.trace import BatchNormShapes, copy_around
 
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ def cost(model: nn.Module, input_shape: Sequence[int] | None = None) -> Cost:
         model: any classifier that takes one tensor.
         input_shape: shape of one input without the batch; guessed when not given.
     """
-    shape = tuple(input_shape) if input_shape is not None else example_shape(unwrap(model))
+    shape = example_shape(unwrap(model), input_shape)
     on_meta = copy_around(unwrap(model), _to_meta).train()
     # The difference of two batch sizes is one image: what depends on parameters only cancels out.
     fewer, more = (_count_batch(on_meta, (batch, *shape)) for batch in (2, 3))

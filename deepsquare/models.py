@@ -117,8 +117,13 @@ def create_model(
     try:
         model = builder(**kwargs)
     except (TypeError, RuntimeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{library or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}") from error
+        kind, bare = TypeError if isinstance(error, TypeError) else ValueError, name.split("/")[-1]
+        hint = ""
+        if library == "torchvision" and kind is TypeError and bare in _libraries()["timm"][0]:
+            hint = f". timm's network takes other arguments: 'timm/{bare}'"
+        elif "in_chans" in kwargs:
+            hint = ". Build the model without in_chans, replace its first convolution, then call deepsquare.equip"
+        raise kind(f"{library or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}{hint}") from error
     except KeyError as error:
         if library != "torchvision" or error.args != (kwargs.get("weights"),):
             raise

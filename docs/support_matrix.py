@@ -49,6 +49,35 @@ OTHER_NETWORKS = {
     "vision_transformer_sam", "vitamin", "volo", "xcit",
 }  # fmt: skip
 
+TERMS_BEYOND = ("pooling", "softmin", "excitation", "encoding")
+# Networks that are no plain classifiers: the part to equip, and its sites for TERMS_BEYOND, which
+# tests/surgery/test_backbones.py counts.
+BEYOND: dict[str, tuple[str, tuple[int, int, int, int]]] = {
+    "torchvision/fasterrcnn_resnet50_fpn": ("backbone", (0, 0, 16, 16)),
+    "torchvision/fasterrcnn_mobilenet_v3_large_fpn": ("backbone", (0, 0, 10, 10)),
+    "torchvision/maskrcnn_resnet50_fpn": ("backbone", (0, 0, 16, 16)),
+    "torchvision/keypointrcnn_resnet50_fpn": ("backbone", (0, 0, 16, 16)),
+    "torchvision/retinanet_resnet50_fpn": ("backbone", (0, 0, 16, 16)),
+    "torchvision/fcos_resnet50_fpn": ("backbone", (0, 0, 16, 16)),
+    "torchvision/ssdlite320_mobilenet_v3_large": ("backbone", (0, 0, 10, 10)),
+    "torchvision/ssd300_vgg16": ("backbone", (0, 0, 0, 0)),
+    "torchvision/deeplabv3_resnet50": ("", (0, 0, 16, 16)),
+    "torchvision/deeplabv3_mobilenet_v3_large": ("", (0, 0, 10, 10)),
+    "torchvision/fcn_resnet50": ("", (0, 0, 16, 16)),
+    "torchvision/lraspp_mobilenet_v3_large": ("", (0, 0, 10, 10)),
+    "torchvision/r3d_18": ("", (1, 1, 8, 8)),
+    "torchvision/mc3_18": ("", (1, 1, 8, 8)),
+    "torchvision/r2plus1d_18": ("", (1, 1, 8, 8)),
+    "torchvision/s3d": ("", (1, 0, 0, 0)),
+    "torchvision/create_feature_extractor(resnet18)": ("", (0, 0, 8, 8)),
+    "timm/resnet18(features_only=True)": ("", (0, 0, 8, 8)),
+    "timm/resnet18(num_classes=0)": ("", (1, 0, 8, 8)),
+    "transformers/ResNetForImageClassification": ("", (1, 1, 16, 16)),
+    "segmentation_models_pytorch/Unet(resnet18)": ("", (0, 0, 8, 8)),
+    "segmentation_models_pytorch/DeepLabV3Plus(resnet18)": ("", (0, 0, 8, 8)),
+    "segmentation_models_pytorch/FPN(resnet18)": ("", (0, 0, 8, 8)),
+}
+
 
 def torchvision_models() -> Iterator[tuple[str, str]]:
     """(family, name) of every CNN classifier of torchvision."""
@@ -220,6 +249,9 @@ def render() -> None:
             cells = [_cell(terms[term]) if term in terms else "?" for term in TERMS]
             family = next(iter(terms.values())).recipe["family"]
             parts.append(f"| {family} | {name.split('/')[1]} | {' | '.join(cells)} |\n")
+    parts.append(BEYOND_HEADER.format(" | ".join(TERMS_BEYOND), "---|" * len(TERMS_BEYOND)))
+    for name, (part, counts) in BEYOND.items():
+        parts.append(f"| {name} | {part or 'the model'} | {' | '.join(str(n or '–') for n in counts)} |\n")
     failures = [
         f"- {name}, {term}: {row.metrics['outcome']}\n"
         for name, terms in sorted(table.items())
@@ -241,6 +273,18 @@ architecture has no such site (no global average pooling before the classifier; 
 main branch with a spatial convolution meets a shortcut); `deepsquare info MODEL` gives the reason. A family of timm is
 one of its modules and the first letters of a name. Transformers, hybrids with attention and MLPs are left out: where
 they are no CNN, `equip` refuses them.
+"""
+
+BEYOND_HEADER = """
+## Beyond classifiers
+
+A backbone, a segmentation network or an embedding has some of the sites: `equip` fills those that there are and says
+what is missing for the others. The forward pass of a detector depends on the values of its input, so its backbone is
+equipped: `equip(model.backbone, "excitation", input_shape=(3, 800, 800))`; weights are saved from there (`save`,
+`load_weights`) or with the whole `state_dict`. The numbers are the sites of each term, counted by the tests.
+
+| network | part | {} |
+|---|---|{}
 """
 
 

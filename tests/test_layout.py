@@ -29,6 +29,7 @@ ORDER = (
     "checkpoint",
     "timm_models",
     "cost",
+    "batchnorm",
     "data",
     "results",
     "training",

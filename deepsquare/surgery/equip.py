@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from deepsquare.nn import EleSquare
 from deepsquare.surgery import head
 from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
@@ -52,11 +54,12 @@ def equip(
     """Add the techniques of ``spec`` to ``model``, in place, and return it.
 
     Every key of the base ``state_dict`` stays, so pretrained weights load before or after; only second-order poolings
-    need a wider layer behind them, which is initialized anew. Equipping again with the same spec changes nothing; with
-    another spec it is an error (``unequip`` first).
+    need a wider layer behind them, which is initialized anew. Running statistics of batch normalization stay too: where
+    maps are squared, train the model or call :func:`deepsquare.recalibrate_batchnorm` before eval mode. Equipping again
+    with the same spec changes nothing; with another spec it is an error (``unequip`` first).
 
     Args:
-        model: a CNN classifier, from torchvision, from timm or your own.
+        model: a CNN from torchvision, from timm or your own: a classifier, an embedding or a backbone.
         spec: terms joined by ``+``, as in ``"pooling+excitation"``.
         init: how the modules start. ``"paper"``: as they are, for training from scratch. ``"identity"``, for a trained
             model: each returns (1 − β) · base + β · its result, with β learned from 0, so that the model computes what
@@ -87,6 +90,14 @@ def equip(
     except BaseException:  # a term that does not fit, a model that takes no new attributes
         _remove_terms(model, patches)
         raise
+    squares = init == "paper" and any(isinstance(module, EleSquare) for module in model.modules())
+    if squares and (trained := _trained_norms(model)):
+        warnings.warn(
+            f"the running statistics of {trained} layers of batch normalization are those of {type(model).__name__} "
+            f"without the squares of {record.spec!r}; before you evaluate it, train it or call "
+            "deepsquare.recalibrate_batchnorm(model, batches), or equip it with init='identity'",
+            stacklevel=2,
+        )
     if record.reset_gammas:
         warnings.warn(
             f"{len(record.reset_gammas)} layers at the end of a block were initialized with γ = 0 "
@@ -112,6 +123,7 @@ def _insert_terms(
             raise _not_the_identity(
                 dense[0], init, "it sets the strides of the last stage to 1 (dense=False keeps them)"
             )
+        dense[0].refuse_other_maps(graph.input_shape, "the input")
         patches += head.make_dense(model, graph)
         graph = head.retrace(model, graph, "at stride 1 in its last stage; give the term the option dense=False")
     sites = find_sites(model, graph)
@@ -135,6 +147,12 @@ def _insert_terms(
     every = dict.fromkeys((*sites, *assigned))  # with those at named modules
     sites = replace(sites, sites=tuple(replace(site, term=str(assigned.get(site, ""))) for site in every))
     return EquipRecord(format_spec(terms), dropout, sites, gammas, tuple(patches), init)
+
+
+def _trained_norms(model: nn.Module) -> int:
+    """The number of batch normalization layers whose running means are no longer those of initialization."""
+    means = (m.running_mean for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None)
+    return sum(not mean.is_meta and bool(mean.any()) for mean in means)
 
 
 def _not_the_identity(term: Term, init: Init, reason: str) -> ValueError:

@@ -1,19 +1,15 @@
 """Finding the sites of a CNN in the data flow of its forward pass."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
 
 from torch import nn
 
-from deepsquare.surgery.insertion import base_class
-from deepsquare.surgery.site import Kind, Site, Sites
-from deepsquare.surgery.trace import VIEWS, Call, Graph, Node
+from deepsquare.surgery.head_sites import find_classifier, find_logits, find_pooling
+from deepsquare.surgery.site import CONTAINERS, Kind, Site, Sites, attachable, site_at, skip_views
+from deepsquare.surgery.trace import VIEWS, Graph, Node
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 NO_BLOCKS = "no building block in which a nonlinear main branch with a spatial convolution meets a shortcut"
-AVERAGES = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,14 @@ def find_sites(model: nn.Module, graph: Graph) -> Sites:
     blocks = _blocks(graph)
     _refuse_other_networks(model, graph, blocks)
     results: dict[Kind, list[Site] | str] = {
-        "pooling": _pooling(graph),
-        "logits": _logits(graph),
+        "pooling": find_pooling(model, graph),
+        "logits": find_logits(model, graph),
         "branch_end": _in_blocks([_branch_end(graph, block) for block in blocks]),
         "last_spatial_conv": _in_blocks([_last_spatial_convs(graph, block) for block in blocks]),
     }
     sites = tuple(site for result in results.values() if not isinstance(result, str) for site in result)
     missing = {kind: result for kind, result in results.items() if isinstance(result, str)}
-    return Sites(sites, missing, graph.input_shape, *_classifier(graph))
+    return Sites(sites, missing, graph.input_shape, *find_classifier(model, graph))
 
 
 def _in_blocks(results: list[list[Site] | str]) -> list[Site] | str:
@@ -76,50 +72,10 @@ def named_site(model: nn.Module, graph: Graph, path: str, term: str) -> Site:
     call = next((call for call in graph.calls if call.module is module and call.output >= 0), None)
     if call is None:
         raise ValueError(
-            f"{path} is not called by {type(model).__name__}'s forward; name a module for {term!r} that is"
+            f"{path} is not called by {type(model).__name__}'s forward, or returns no tensor; name a module that is "
+            f"called and returns one for {term!r}"
         )
-    return _site(graph, "named", replace(call, path=path), "output")
-
-
-def last_strides(graph: Graph) -> list[str] | str:
-    """The paths of the convolutions that downsample to the map of the last stage; or why they cannot have stride 1."""
-    pool = _pooling_node(graph)
-    if pool is None:
-        return NO_POOLING
-    size = graph.nodes[pool.inputs[0]].shape[2:]
-    paths = []
-    for node in graph.between(0, pool.inputs[0]):
-        sources = [graph.nodes[i].shape[2:] for i in node.inputs]
-        if node.shape[2:] != size or not any(len(s) == len(size) and s != size and max(s) > 1 for s in sources):
-            continue  # a source of 1×1 is a gate
-        call = graph.calls[node.call]
-        layer = call.module
-        if not node.is_conv or not isinstance(layer, nn.Conv2d) or graph.times_called[layer] > 1:
-            return f"the map is downsampled by {call.path or node.op}, which is not a convolution that is used once"
-        if not isinstance(layer.padding, str) and any(
-            2 * p != d * (k - 1) for p, d, k in zip(layer.padding, layer.dilation, layer.kernel_size, strict=True)
-        ):
-            return f"{call.path} would not keep the size of its map at stride 1"
-        paths.append(call.path)
-    return paths or "no layer downsamples the map of the last stage"
-
-
-def layer_after_pooling(graph: Graph) -> str:
-    """The layer that reads the pooled values; raises where something else does."""
-    pool = _pooling_node(graph)
-    assert pool is not None, "there is a pooling site"
-    layer = next((n for n in graph.nodes if n.is_layer and graph.depends(n.index, pool.index)), None)
-    if layer and pool.index in _skip_views(graph, layer.inputs[0]):
-        call = graph.calls[layer.call]
-        fits = base_class(call.module) in (nn.Linear, nn.Conv2d) and getattr(call.module, "groups", 1) == 1
-        fits = fits and isinstance(call.module._parameters.get("weight"), nn.Parameter)
-        if fits and graph.times_called[call.module] == 1:
-            return call.path
-    reader = next((n.op for n in graph.nodes if pool.index in n.inputs), "nothing")
-    raise ValueError(
-        f"the pooled values are read by {reader}, not by one fully connected layer (nn.Linear or a 1×1 nn.Conv2d) "
-        "that could be widened; give the model such a layer, or use a term that keeps the number of channels"
-    )
+    return site_at(graph, "named", replace(call, path=path), "output")
 
 
 def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block]) -> None:
@@ -133,93 +89,6 @@ def _refuse_other_networks(model: nn.Module, graph: Graph, blocks: list[_Block])
             f"{type(model).__name__} is not a CNN: it has {attention} attention layers, {convs} spatial convolutions "
             f"and {len(blocks)} convolutional building blocks. DeepSquare's sites are defined for CNNs only"
         )
-
-
-def _attachable(graph: Graph, node: int) -> Call | None:
-    """The module whose output is ``node`` and to which a module can be attached: called once, not a container."""
-    outputs = [call for call in graph.calls[1:] if call.output == node and graph.is_single(call)]
-    usable = [call for call in outputs if not isinstance(call.module, CONTAINERS)]
-    producers = [call for call in usable if call.index == graph.nodes[node].call]
-    # Else the first that returns it unchanged (nn.Identity, stochastic depth in eval mode); or one that contains it.
-    identities = [call for call in usable if call.input == node]
-    containing = [call for call in reversed(usable) if graph.inside(graph.nodes[node].call, call.index)]
-    return next(iter(producers + identities + containing), None)
-
-
-def _skip_views(graph: Graph, node: int) -> Iterator[int]:
-    """``node`` and, while it is a view of another node, that one too."""
-    yield node
-    while graph.nodes[node].op in VIEWS and len(graph.nodes[node].inputs) == 1:
-        node = graph.nodes[node].inputs[0]
-        yield node
-
-
-def _site(graph: Graph, kind: Kind, call: Call, position: Literal["input", "output"], **details: object) -> Site:
-    node = graph.nodes[call.input if position == "input" else call.output]
-    return Site(kind, call.path, position, node.shape[1:], node.channel_dim, **details)  # type: ignore[arg-type]
-
-
-def _logits(graph: Graph) -> list[Site] | str:
-    output = graph.nodes[graph.output]
-    if len([size for size in output.shape if size > 1]) > 2 or len(output.shape) < 2:
-        return f"the output has shape (N, {', '.join(map(str, output.shape[1:]))}), not one value per class"
-    for node in _skip_views(graph, graph.output):
-        if call := _attachable(graph, node):
-            return [_site(graph, "logits", call, "output")]
-    return "no module of the model returns the logits; make its last layer an nn.Module"
-
-
-def _classifier(graph: Graph) -> tuple[str, str]:
-    """The paths of the last fully connected layer (a 1×1 convolution counts) and of the dropout layer before it."""
-    layers = [n for n in graph.nodes if n.is_layer and n.index <= graph.output]
-    if not layers or not graph.calls[layers[-1].call].path:
-        return "", ""
-    call = graph.calls[layers[-1].call]
-    reads = set(_skip_views(graph, layers[-1].inputs[0]))
-    dropouts = (c.path for c in graph.calls if isinstance(c.module, nn.Dropout) and c.output in reads)
-    return call.path, next(dropouts, "")
-
-
-NO_POOLING = "no global average pooling that every path to the output passes through"
-
-
-def _pooling_node(graph: Graph) -> Node | None:
-    pools = (node for node in reversed(graph.nodes) if _averages_the_map(graph, node))
-    return next((node for node in pools if graph.dominates(node.index, graph.output)), None)
-
-
-def _pooling(graph: Graph) -> list[Site] | str:
-    node = _pooling_node(graph)
-    if node is None:
-        return NO_POOLING
-    source = graph.nodes[node.inputs[0]]
-    if not any(n.is_layer for n in graph.between(source.index, graph.output)):
-        return "its global average pooling comes after the classifier"
-    fixed = "avg_pool" in node.op and "adaptive" not in node.op
-    owner = graph.calls[node.call]
-    if graph.is_single(owner) and owner.input in _skip_views(graph, source.index):
-        return [_site(graph, "pooling", owner, "input", keeps_size=fixed)]
-    # Functional pooling: pool at the output of the module before; averaging a 1×1 map then changes nothing.
-    relu_first = source.op == "relu" and not _attachable(graph, source.index)
-    if relu_first:
-        source = graph.nodes[source.inputs[0]]
-    call = _attachable(graph, source.index)
-    if call and graph.readers(source.index) == 1:
-        return [_site(graph, "pooling", call, "output", keeps_size=fixed, relu_first=relu_first)]
-    return (
-        f"its pooling is not a module, and its input (computed by {source.op}) is not the output of a module that only "
-        "the pooling reads; make the pooling an nn.AdaptiveAvgPool2d"
-    )
-
-
-def _averages_the_map(graph: Graph, node: Node) -> bool:
-    if node.op not in AVERAGES or len(node.inputs) != 1:
-        return False
-    source = graph.nodes[node.inputs[0]]
-    spatial = tuple(d for d in range(1, len(source.shape)) if d != source.channel_dim)
-    if node.op == "mean":
-        return bool(spatial) and node.dims == spatial
-    return all(size == 1 for size in node.shape[2:])
 
 
 def _blocks(graph: Graph) -> list[_Block]:
@@ -292,8 +161,8 @@ def _branch_end(graph: Graph, block: _Block) -> list[Site] | str:
         # Layer scale starts near zero, where an excitation gets no gradient; the site is before such a constant factor.
         if current.op in ("mul", "div") and len(current.inputs) == 1:
             node = current.inputs[0]
-        elif call := _attachable(graph, node):
-            return [_site(graph, "branch_end", call, "output", block=block.path)]
+        elif call := attachable(graph, node):
+            return [site_at(graph, "branch_end", call, "output", block=block.path)]
         elif current.op in VIEWS and len(current.inputs) == 1:
             node = current.inputs[0]
         else:
@@ -309,11 +178,11 @@ def _last_spatial_convs(graph: Graph, block: _Block) -> list[Site] | str:
     sites = []
     for node in last:
         call = graph.calls[node.call]
-        reads = {*_skip_views(graph, node.inputs[0]), -1}  # -1: a convolution called by keyword
+        reads = {*skip_views(graph, node.inputs[0]), -1}  # -1: a convolution called by keyword
         if not graph.is_single(call) or call.input not in reads:
             return (
                 f"the last spatial convolution of {block} is not a module that is used once; make it a separate "
                 "nn.Conv2d"
             )
-        sites.append(_site(graph, "last_spatial_conv", call, "input", block=block.path))
+        sites.append(site_at(graph, "last_spatial_conv", call, "input", block=block.path))
     return sites

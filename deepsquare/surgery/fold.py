@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,13 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
 from deepsquare.surgery.equip import Model, intact_record, is_folded, unwrap
-from deepsquare.surgery.finder import AVERAGES
+from deepsquare.surgery.head_sites import AVERAGES
+from deepsquare.surgery.inputs import CONVOLUTIONS
 from deepsquare.surgery.insertion import SITE, base_class, beta_of, drop_beta, is_watched
-from deepsquare.surgery.trace import CONVOLUTIONS, VIEWS, Call, Graph, trace
+from deepsquare.surgery.trace import VIEWS, Call, Graph, trace
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+FROZEN_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")  # of torchvision (its detectors) and timm, with buffers
 DROPPING = ("StochasticDepth", "DropPath", "DropBlock2d")  # of torchvision and timm; the identity at inference
 LAYERS = (nn.Linear, *CONVOLUTIONS)
 HOMOGENEOUS = VIEWS | {*AVERAGES, "relu"}  # f(k·x) = k·f(x) for k ≥ 0
@@ -104,16 +107,16 @@ def _pairs(
 
 
 def _merge_batch_norms(model: nn.Module, graph: Graph) -> None:
-    for before, call in _pairs(model, graph, CONVOLUTIONS, BATCH_NORMS):
-        conv, norm = before.module, call.module
-        assert isinstance(conv, CONVOLUTIONS)
-        assert isinstance(norm, BATCH_NORMS)
+    frozen = {type(module) for module in model.modules() if base_class(module).__name__ in FROZEN_NORMS}
+    for before, call in _pairs(model, graph, CONVOLUTIONS, (*BATCH_NORMS, *frozen)):
+        conv: Any = before.module
+        norm: Any = call.module
         if not graph.nodes[before.output].is_conv or norm.running_mean is None or norm.running_var is None:
             continue
-        if base_class(norm) in BATCH_NORMS:
+        if base_class(norm) in BATCH_NORMS or base_class(norm).__name__ == FROZEN_NORMS[0]:
             rest: nn.Module = nn.Identity()
         elif isinstance(getattr(norm, "act", None), nn.Module) and isinstance(getattr(norm, "drop", None), nn.Module):
-            rest = FoldedNorm(norm.drop, norm.act)  # type: ignore[arg-type]
+            rest = FoldedNorm(norm.drop, norm.act)
         else:
             continue
         conv.weight, conv.bias = fuse_conv_bn_weights(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.surgery.finder import last_strides, layer_after_pooling
+from deepsquare.surgery.head_sites import last_strides, layer_after_pooling
 from deepsquare.surgery.insertion import insert
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.trace import Graph, trace
@@ -45,9 +45,6 @@ def revert(model: nn.Module, patches: Sequence[Patch]) -> None:
 
 def make_dense(model: nn.Module, graph: Graph) -> list[Patch]:
     """Set the strides of the last stage to 1, so that its map has four times as many positions."""
-    if len(graph.input_shape) != 3:
-        shape = "×".join(map(str, graph.input_shape))
-        raise ValueError(f"the spec has a term for maps with height and width; the model takes {shape}")
     paths = last_strides(graph)
     if isinstance(paths, str):
         raise ValueError(

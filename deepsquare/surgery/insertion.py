@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from deepsquare import functional as DF
 from deepsquare.nn import EleSquare, SquareExcitation, SquarePooling
+from deepsquare.surgery.inputs import float_tensor
 from deepsquare.surgery.site import Site
-from deepsquare.surgery.trace import float_tensor
 
 PREFIX = "deepsquare_"
 SITE = "deepsquare_site"

@@ -12,8 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
+from deepsquare.surgery.trace import VIEWS, Call, Graph
+
 Kind = Literal["pooling", "logits", "branch_end", "last_spatial_conv", "named"]
 KINDS: tuple[Kind, ...] = ("pooling", "logits", "branch_end", "last_spatial_conv")
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,28 @@ class Sites:
             lines.append(line + ("  (pools here: the pooling itself is not a module)" if functional else ""))
         lines += [f"{kind:<18} none: {reason}" for kind, reason in self.missing.items()]
         return "\n".join(lines)
+
+
+def attachable(graph: Graph, node: int) -> Call | None:
+    """The module whose output is ``node`` and to which a module can be attached: called once, not a container."""
+    outputs = [call for call in graph.calls[1:] if call.output == node and graph.is_single(call)]
+    usable = [call for call in outputs if not isinstance(call.module, CONTAINERS)]
+    producers = [call for call in usable if call.index == graph.nodes[node].call]
+    # Else the first that returns it unchanged (nn.Identity, stochastic depth in eval mode); or one that contains it.
+    identities = [call for call in usable if call.input == node]
+    containing = [call for call in reversed(usable) if graph.inside(graph.nodes[node].call, call.index)]
+    return next(iter(producers + identities + containing), None)
+
+
+def skip_views(graph: Graph, node: int) -> Iterator[int]:
+    """``node`` and, while it is a view of another node, that one too."""
+    yield node
+    while graph.nodes[node].op in VIEWS and len(graph.nodes[node].inputs) == 1:
+        node = graph.nodes[node].inputs[0]
+        yield node
+
+
+def site_at(graph: Graph, kind: Kind, call: Call, position: Literal["input", "output"], **details: object) -> Site:
+    """The site of this kind at the input or output of a called module."""
+    node = graph.nodes[call.input if position == "input" else call.output]
+    return Site(kind, call.path, position, node.shape[1:], node.channel_dim, **details)  # type: ignore[arg-type]

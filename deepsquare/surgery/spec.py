@@ -41,11 +41,18 @@ class Term:
         after: str = self.option("after", "")
         return after if after or self.technique.kind is None else None
 
+    def refuse_other_maps(self, shape: Sequence[int], source: str) -> None:
+        """Raise if ``source`` gives no map with height and width, and the term needs one."""
+        if self.name in BASELINES and len(shape) != 3:
+            others = ", ".join(name for name in TECHNIQUES if name not in BASELINES)
+            raise ValueError(
+                f"the term {self} takes maps with height and width; {source} gives {'×'.join(map(str, shape))}. These "
+                f"terms take maps of any shape: {others}"
+            )
+
     def build(self, site: Site) -> nn.Module:
         """The module for ``site``; the error names the term if the options do not suit the module."""
-        if self.name in BASELINES and len(site.spatial) != 2:
-            shape = "×".join(map(str, site.shape))
-            raise ValueError(f"the term {self} takes maps with height and width; {site.path} gives {shape}")
+        self.refuse_other_maps(site.shape, site.path)
         try:
             for name, value in self.options:
                 if name in COUNTS and value < 1:

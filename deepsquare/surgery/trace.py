@@ -9,9 +9,9 @@ import copy
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepsquare.surgery.inputs import OTHER_SIZES, example_shape, explain_shape, float_tensor
+
 VIEWS = {  # operations that move, cut or pad values, or return them unchanged
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze", "flatten", "slice",
     "select", "expand", "alias", "clone", "detach", "contiguous", "_to_copy", "split", "split_with_sizes",
     "constant_pad_nd", "native_dropout", "unbind", "lift_fresh", "view_as",
 }  # fmt: skip
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MATRIX_PRODUCTS = ("addmm", "mm")  # nn.Linear with and without a bias
 LINEAR = VIEWS | {
     "convolution", "add", "sub", "native_batch_norm", "_native_batch_norm_legit_no_training", "avg_pool2d",
@@ -71,7 +72,7 @@ class Node:
 
 @dataclass
 class Call:
-    """One execution of a module's ``forward``."""
+    """One execution of a module's ``forward``; ``input`` and ``output`` are -1 where they are not one tensor."""
 
     index: int
     module: nn.Module
@@ -89,7 +90,8 @@ class Graph:
     calls: list[Call] = field(default_factory=list)
     ancestors: list[int] = field(default_factory=list)  # bit i of ancestors[n]: node n depends on node i
     times_called: Counter[nn.Module] = field(default_factory=Counter)
-    output: int = -1
+    output: int = -1  # of several tensors, the one that the most layers compute
+    outputs: tuple[int, ...] = ()
     input_shape: tuple[int, ...] = ()
 
     def depends(self, node: int, on: int) -> bool:
@@ -100,6 +102,10 @@ class Graph:
         """Nodes on the paths from ``start`` (exclusive) to ``end`` (inclusive)."""
         inner = [n for n in self.nodes[start:end] if self.depends(end, n.index) and self.depends(n.index, start)]
         return [*inner, self.nodes[end]] if end != start else []
+
+    def layers(self, node: int) -> int:
+        """The number of layers that ``node`` was computed by."""
+        return sum(n.is_layer and (n.index == node or self.depends(node, n.index)) for n in self.nodes)
 
     def readers(self, node: int) -> int:
         return sum(node in n.inputs for n in self.nodes)
@@ -164,9 +170,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.append(tensors)
 
     def find(self, value: Any) -> int:
-        """The node of the first recorded tensor in ``value``, or -1."""
-        tensors = (t for t in tree_leaves(value) if isinstance(t, Tensor))
-        return next((self.node_of[id(t)] for t in tensors if id(t) in self.node_of), -1)
+        """The node of ``value``; -1 if it is no recorded tensor."""
+        return self.node_of.get(id(value), -1)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -212,7 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parent = self.stack[-1] if self.stack else -1
         index = len(self.graph.calls)
         path, module = self.paths.get(module, ""), self.original.get(module, module)
-        self.graph.calls.append(Call(index, module, path, parent, self.find(args)))
+        self.graph.calls.append(Call(index, module, path, parent, self.find(args[0] if args else None)))
         self.graph.times_called[module] += 1
         self.stack.append(index)
 
@@ -222,39 +227,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph.calls[self.stack.pop()].output = self.find(output)
 
 
-def example_shape(model: nn.Module) -> tuple[int, ...]:
-    """An input shape without the batch: the one it was equipped with, timm's, or what fits the first convolution."""
-    record = getattr(model, "deepsquare_record", None)
-    if record is not None:
-        return tuple(record.sites.input_shape)
-    config = getattr(model, "pretrained_cfg", None) or {}
-    if config.get("input_size"):
-        return tuple(config["input_size"])
-    sizes: dict[int, tuple[int, ...]] = {1: (1024,), 2: (224, 224), 3: (16, 112, 112)}
-    for module in model.modules():
-        if isinstance(module, CONVOLUTIONS):
-            return module.in_channels, *sizes[len(module.kernel_size)]
-    raise ValueError(
-        f"{type(model).__name__} has no convolution (looked for nn.Conv1d, nn.Conv2d, nn.Conv3d); "
-        "DeepSquare's sites are defined for CNNs only"
-    )
-
-
-def float_tensor(model: nn.Module) -> Tensor:
-    """A tensor on the device and in the floating-point type of the model's parameters."""
-    return next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-
-
-@contextmanager
-def explain_shape(model: nn.Module, shape: tuple[int, ...]) -> Iterator[None]:
-    """Turn an error of the model's forward pass on a batch of ``shape`` into one that asks for ``input_shape``."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} could not be run on an input of shape {shape}: {str(error).rstrip('.')}. "
-            "Give the shape of one input without the batch as input_shape=(channels, height, width)"
-        ) from error
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returns: also in the output classes of other libraries, which torch does not open."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)) or is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, Mapping):
+            value = vars(value)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
 
 
 def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -266,7 +247,10 @@ def copy_around(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Modu
     try:
         return copy.deepcopy(model, {id(value): tensor(value) for value in tensors})
     except Exception as error:
-        raise ValueError(f"{type(model).__name__} cannot be copied, so it cannot be traced: {error}") from error
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied, so it cannot be traced: {error}. Make copy.deepcopy(model) "
+            "work, or equip the part of it that can be copied"
+        ) from error
 
 
 def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
@@ -276,14 +260,13 @@ def trace(model: nn.Module, input_shape: Sequence[int] | None = None) -> Graph:
         model: any module that takes one tensor.
         input_shape: shape of one input without the batch, ``(C, H, W)``; guessed when not given.
     """
-    if input_shape is not None:
-        return _trace(model, tuple(input_shape))
-    shape = example_shape(model)
+    shape = example_shape(model, input_shape)
     try:
         return _trace(model, shape)
     except ValueError:
-        with suppress(ValueError):  # networks for CIFAR often end in a pooling with a fixed window
-            return _trace(model, (shape[0], *[32] * (len(shape) - 1)))
+        for size in OTHER_SIZES[len(shape) - 1] if input_shape is None else ():
+            with suppress(ValueError):
+                return _trace(model, (shape[0], *size))
         raise
 
 
@@ -300,13 +283,16 @@ def _trace(model: nn.Module, shape: tuple[int, ...]) -> Graph:
         logger.disabled = True  # it prints the traceback of an error that is raised below
         try:
             with explain_shape(model, (2, *shape)), BatchNormShapes(), recorder:  # type: ignore[no-untyped-call]
-                copied(batch)
+                returned = copied(batch)
         finally:
             logger.disabled = False
             for hook in hooks:
                 hook.remove()
     graph = recorder.graph
-    graph.input_shape, graph.output = shape, graph.calls[0].output
-    if graph.output < 0:
+    graph.input_shape = shape
+    graph.outputs = tuple(dict.fromkeys(node for t in tensors_in(returned) if (node := recorder.find(t)) >= 0))
+    if not graph.outputs:
         raise ValueError(f"{type(model).__name__} returned no tensor that was computed from its input")
+    # The logits rather than the features before them; and of logits and their softmax, the logits.
+    graph.output = max(graph.outputs, key=lambda node: (graph.layers(node), -node))
     return graph

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torchvision.models import ShuffleNetV2
 
 import deepsquare as ds
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.preprocessing import Preprocessing
 
 IMAGES = Preprocessing(("blue", "green", "red"), 64, 72)
@@ -19,7 +18,8 @@ def trained(name: str, spec: str, size: int = 64) -> tuple[nn.Module, Tensor]:
     images = torch.randn(64, 3, size, size)
     if name == "small shufflenet":  # a unit with stride 2 and one with a channel split
         network = ShuffleNetV2([1, 2, 1], [8, 16, 32, 64, 64], num_classes=3)
-        return recalibrate_batchnorm(ds.equip(network, spec, input_shape=(3, size, size)), images), images[:6]
+        equipped = ds.equip(network, spec, input_shape=(3, size, size))
+        return ds.recalibrate_batchnorm(equipped, [images]).eval(), images[:6]
     options: dict[str, Any] = {"zero_init_last": False} if name.startswith("timm/") else {}
     model = ds.create_model(name, spec, num_classes=3, input_shape=(3, size, size), **options)
-    return recalibrate_batchnorm(model, images), images[:6]
+    return ds.recalibrate_batchnorm(model, [images]).eval(), images[:6]

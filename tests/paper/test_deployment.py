@@ -14,7 +14,6 @@ from deepsquare.export import ExportError
 from deepsquare.export.images import load_images
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.paper.deployment import int8, parity
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.paper.options import OutputFolders
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.results import Store
@@ -49,7 +48,8 @@ def test_int8_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(FileNotFoundError, match=r"holds no network; first run deepsquare reproduce proxy"):
         int8.run_int8(data=data, output=output)
     torch.manual_seed(0)
-    model = recalibrate_batchnorm(ds.create_model("vanilla_cnn", "pooling", num_classes=3), torch.randn(8, 3, 32, 32))
+    model = ds.create_model("vanilla_cnn", "pooling", num_classes=3)
+    ds.recalibrate_batchnorm(model, [torch.randn(8, 3, 32, 32)]).eval()
     preprocessing = Preprocessing(IMAGES.class_names, 32, 36)
     runs = tmp_path / ".runs"
     ds.save(model, runs / "no-run.safetensors", preprocessing)

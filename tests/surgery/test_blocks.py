@@ -13,7 +13,6 @@ import deepsquare as ds
 from deepsquare import kernels
 from deepsquare.kernels import cpu
 from deepsquare.nn import SquareExcitation
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.surgery.blocks import FusedBlock
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
@@ -50,7 +49,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_block_written_out(name: str, fused: list[Tensor]) -> None:
     x = images()
-    model = recalibrate_batchnorm(made(name, "pooling+excitation"), x)
+    model = ds.recalibrate_batchnorm(made(name, "pooling+excitation"), [x]).eval()
     blocks = sum(isinstance(module, FusedBlock) for module in model.modules())
     assert blocks == len(ds.sites(model).of_kind("branch_end"))
     with torch.no_grad():
@@ -101,7 +100,7 @@ def test_unequip_gives_the_classes_back() -> None:
 
 def test_copies_pickles_and_folds(fused: list[Tensor]) -> None:
     x = images()
-    model = recalibrate_batchnorm(made(), x)
+    model = ds.recalibrate_batchnorm(made(), [x]).eval()
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -162,7 +161,7 @@ def test_another_class_of_block_is_left_as_it_is(fused: list[Tensor]) -> None:
 
 def test_compiled_and_exported_without_it(fused: list[Tensor]) -> None:
     x = images()
-    model = recalibrate_batchnorm(made(), x)
+    model = ds.recalibrate_batchnorm(made(), [x]).eval()
     with torch.no_grad():
         y = model(x)
         fused.clear()
@@ -175,7 +174,7 @@ def test_compiled_and_exported_without_it(fused: list[Tensor]) -> None:
 
 def test_autocast(fused: list[Tensor]) -> None:
     x = images()
-    model = recalibrate_batchnorm(made(), x)
+    model = ds.recalibrate_batchnorm(made(), [x]).eval()
     with torch.autocast("cpu", torch.bfloat16):
         fused.clear()
         y = model(x)

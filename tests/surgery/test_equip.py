@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepsquare as ds
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.surgery import equip_record
 
 
@@ -267,7 +266,9 @@ def test_unequip_gives_the_base_model_back(
 
 def test_unequip_keeps_what_was_trained() -> None:
     model = ds.equip(
-        recalibrate_batchnorm(create("cifar"), images(size=32)), "pooling+excitation", input_shape=(3, 32, 32)
+        ds.recalibrate_batchnorm(create("cifar"), [images(size=32)]).eval(),
+        "pooling+excitation",
+        input_shape=(3, 32, 32),
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -31,7 +31,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
 from deepsquare.models import NETWORKS
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.surgery import equip_record
 from deepsquare.training.distributed import end_process_group
 
@@ -108,7 +107,7 @@ def test_gamma_zero_stays_where_it_does_no_harm() -> None:
 
 
 def test_a_small_alpha_hardly_changes_a_trained_network() -> None:
-    model, x = recalibrate_batchnorm(create("resnet18"), images(4)), images(4)
+    model, x = ds.recalibrate_batchnorm(create("resnet18"), [images(4)]).eval(), images(4)
     with torch.no_grad():
         before = model(x)
         after = ds.equip(model, "excitation(alpha=0.001)")(x)
@@ -125,7 +124,7 @@ def equipped(name: str = "resnet18", spec: str = EVERYTHING) -> nn.Module:
     """With sane statistics and parameters away from their start."""
     x = images(4) if name not in SHAPES else torch.randn(4, *SHAPES[name], generator=torch.Generator().manual_seed(0))
     model = equip_quietly(create(name), spec, input_shape=SHAPES.get(name))
-    return recalibrate_batchnorm(tuned(model), x)
+    return ds.recalibrate_batchnorm(tuned(model), [x]).eval()
 
 
 def pickled(model: nn.Module) -> nn.Module:

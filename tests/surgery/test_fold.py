@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 
 import deepsquare as ds
-from deepsquare.paper.deployment.parity import recalibrate_batchnorm
 from deepsquare.surgery import equip_record
 
 
@@ -39,7 +38,7 @@ def ready(name: str, spec: str) -> tuple[nn.Module, Tensor]:
         for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
             assert norm.bias is not None
             norm.bias.uniform_(-0.5, 0.5)
-    return recalibrate_batchnorm(model, x), x
+    return ds.recalibrate_batchnorm(model, [x]).eval(), x
 
 
 # How many batch normalisations stay: those that do not follow a convolution directly, by the architecture.
@@ -185,7 +184,7 @@ def test_a_convolution_that_others_read_is_not_folded() -> None:
             return out
 
     x = images(4, 32)
-    model = recalibrate_batchnorm(Read(), x)
+    model = ds.recalibrate_batchnorm(Read(), [x]).eval()
     folded = ds.fold(model)
     assert norms(folded) == 2
     assert torch.equal(folded(x), model(x))

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
 
 from deepsquare._files import ensure_writable
+from deepsquare.batchnorm import recalibrate_batchnorm
 from deepsquare.export import ExportError, export
 from deepsquare.export.base import Runtime
 from deepsquare.export.runtimes import RUNTIMES
@@ -81,10 +81,4 @@ def random_init_model(name: str, spec: str, images: Tensor) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*γ = 0")
         model = create_model(name, spec)
-    return recalibrate_batchnorm(model, images)
-
-
-def recalibrate_batchnorm(model: nn.Module, images: Tensor) -> nn.Module:
-    """``model`` in eval mode, its batch normalization with the statistics of ``images``."""
-    update_bn([images], model)
-    return model.eval()
+    return recalibrate_batchnorm(model, [images]).eval()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import update_bn
 
+from deepsquare.batchnorm import recalibrate_batchnorm
 from deepsquare.nn import EleSquare, SquareSoftmin
 from deepsquare.results import round_for_json
 from deepsquare.training import Batches, Evaluation
@@ -84,7 +84,7 @@ def reestimated_bn(model: nn.Module, train_images: TrainImages, evaluation: Eval
             count += len(batch)
             yield batch
 
-    update_bn(images(), recalibrated)
+    recalibrate_batchnorm(recalibrated, images())
     metrics = evaluate(recalibrated, evaluation())
     (loss,) = round_for_json([metrics.loss], 5)
     return {"accuracy": metrics.accuracy, "loss": loss, "overflows": metrics.overflows, "images": count}
