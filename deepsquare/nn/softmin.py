@@ -62,6 +62,13 @@ class SquareSoftmin(nn.Module):
         """The scales s, of shape (1,) or (K,), or None."""
         return None if self.root_scale is None else DF.square(self.root_scale)
 
+    def set_num_classes(self, num_classes: int) -> None:
+        """For a new classifier with another number of classes; one scale for each class starts anew."""
+        self.num_classes = num_classes
+        if self.scaling == "channel" and self.root_scale is not None:
+            ones = self.root_scale.new_ones(num_classes)
+            self.root_scale = nn.Parameter(ones, requires_grad=self.root_scale.requires_grad)
+
     def merge_scale(self) -> None:
         """Drop s, for the test phase, once √s is merged into the weights of the previous layer."""
         self.scaling = "none"

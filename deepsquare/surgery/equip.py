@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepsquare.surgery import head
 from deepsquare.surgery.blocks import fuse_blocks
@@ -19,6 +19,7 @@ from deepsquare.surgery.insertion import (
     WithInserted,
     add_beta,
     insert,
+    outputs_of,
     remove_inserted,
 )
 from deepsquare.surgery.reset_gammas import reset_gammas
@@ -197,8 +198,9 @@ def unequip(model: Model) -> Model:
     if record is None:
         return model
     _remove_terms(model, record.patches)
-    for gamma in map(model.get_parameter, record.reset_gammas):
-        if bool((gamma == 1).all()):  # not trained since it was set to 1
+    for path, _, name in (gamma.rpartition(".") for gamma in record.reset_gammas):
+        gamma = getattr(model.get_submodule(path), name, None)  # in a frozen batch normalization a buffer
+        if isinstance(gamma, Tensor) and bool((gamma == 1).all()):  # not trained since it was set to 1
             nn.init.zeros_(gamma)
     del model.deepsquare_record
     return model
@@ -240,6 +242,22 @@ def intact_record(model: nn.Module, *, allow_inner: bool = False) -> EquipRecord
                 f"{path.rpartition('.')[0]} has lost its {term}: the module was replaced after equip. Change the model "
                 "first, then equip it"
             )
+    layer = modules.get(record.sites.classifier)
+    classes = None if layer is None else outputs_of(layer)
+    if any(site.channels != classes for site in record.sites.of_kind("logits")) and classes is not None:
+        record = _with_new_classes(unwrap(model), record)
+    return record
+
+
+def _with_new_classes(model: nn.Module, record: EquipRecord) -> EquipRecord:
+    """Bring the record up to date with a classifier that replaced the one it was made for."""
+    graph = trace(model, record.sites.input_shape)
+    output = graph.nodes[graph.output]
+    found = tuple(
+        site.of_channels(output.shape[output.channel_dim]) if site.kind == "logits" else site for site in record.sites
+    )
+    record = replace(record, sites=replace(record.sites, sites=found))
+    model.deepsquare_record = record  # type: ignore[assignment]
     return record
 
 

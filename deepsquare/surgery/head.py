@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare.surgery.finder import last_strides, layer_after_pooling
-from deepsquare.surgery.insertion import insert
+from deepsquare.surgery.insertion import WIDTH, insert
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.trace import Graph, trace
 
@@ -67,6 +67,7 @@ def widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list
     layer = model.get_submodule(path)
     size = "in_features" if isinstance(layer, nn.Linear) else "in_channels"
     weight = layer.get_parameter("weight")
+    setattr(layer, WIDTH, width)
     wider = nn.Parameter(_new_weight(weight, width), requires_grad=weight.requires_grad)
     return [_patch(model, path, "weight", wider), _patch(model, path, size, width)]
 
