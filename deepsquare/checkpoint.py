@@ -22,7 +22,17 @@ from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.surgery import PREFIX, Init, equip_record, fold, intact_record, is_folded, unwrap
+from deepsquare.surgery import (
+    PREFIX,
+    Init,
+    equip_record,
+    fold,
+    intact_record,
+    is_folded,
+    is_spec_key,
+    spec_key,
+    unwrap,
+)
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -84,7 +94,8 @@ def save(
             f"the kwargs {header.kwargs} of {header.name} cannot be stored: {error}. Build the model with numbers, "
             "strings and booleans only"
         ) from error
-    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    state = model.state_dict()
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items() if not is_spec_key(key)}
     first = {value.untyped_storage().data_ptr(): key for key, value in reversed(tensors.items())}
     for key, value in tensors.items():
         if first[value.untyped_storage().data_ptr()] != key:  # a tensor that two keys share
@@ -133,15 +144,21 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
     header, record = read_header(path), equip_record(model)
-    spec = record.spec if record else ""
-    if header.spec and set(header.spec.split("+")) != set(spec.split("+")):  # not each has keys of its own
-        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec, spec)
-    return _fill(unwrap(model), load_file(path), path, header)
+    spec, tensors = record.spec if record else "", load_file(path)
+    named = [key for key in tensors if is_spec_key(key)]  # by save_file or save_model of safetensors
+    for key in named:
+        del tensors[key]
+    stored = [spec_key(header.spec)] if header.spec else [key.rpartition(".")[2] for key in named]
+    if stored and stored != [spec_key(spec)]:  # not each has keys of its own
+        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec or stored[0], spec)
+    return _fill(unwrap(model), tensors, path, header)
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header) -> list[str]:
     """Load ``tensors`` into ``model``, all or none; return the keys that the file lacks."""
     expected = model.state_dict()
+    for key in filter(is_spec_key, list(expected)):
+        del expected[key]
     new = [key for key in expected if key not in tensors and PREFIX in key]
     problems = [f"{key} is missing" for key in expected if key not in tensors and PREFIX not in key]
     problems += [f"{key} is not part of the model" for key in tensors if key not in expected]

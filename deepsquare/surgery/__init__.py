@@ -15,10 +15,11 @@ from deepsquare.surgery.fold import fold
 from deepsquare.surgery.insertion import PREFIX, Init
 from deepsquare.surgery.site import KINDS, Kind, Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
+from deepsquare.surgery.spec_key import is_spec_key, spec_key
 from deepsquare.surgery.techniques import TECHNIQUES, Technique
 
 __all__ = [
     "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Init", "Kind", "Site", "Sites", "Technique", "Term", "equip",
-    "equip_record", "fold", "format_spec", "intact_record", "is_folded", "parse_spec", "set_beta", "sites", "unequip",
-    "unwrap",
+    "equip_record", "fold", "format_spec", "intact_record", "is_folded", "is_spec_key", "parse_spec", "set_beta",
+    "sites", "spec_key", "unequip", "unwrap",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from deepsquare.surgery.insertion import (
 from deepsquare.surgery.reset_gammas import reset_gammas
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
+from deepsquare.surgery.spec_key import add_spec_key, remove_spec_key
 from deepsquare.surgery.trace import Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -88,6 +89,8 @@ def equip(
     except BaseException:  # a term that does not fit, a model that takes no new attributes
         _remove_terms(model, patches)
         raise
+    if terms:
+        add_spec_key(model, record.spec)
     if record.reset_gammas:
         warnings.warn(
             f"{len(record.reset_gammas)} layers at the end of a block were initialized with γ = 0 "
@@ -202,6 +205,7 @@ def unequip(model: Model) -> Model:
         gamma = getattr(model.get_submodule(path), name, None)  # in a frozen batch normalization a buffer
         if isinstance(gamma, Tensor) and bool((gamma == 1).all()):  # not trained since it was set to 1
             nn.init.zeros_(gamma)
+    remove_spec_key(model)
     del model.deepsquare_record
     return model
 
