@@ -30,6 +30,7 @@ from deepsquare.surgery import (
     intact_record,
     is_folded,
     is_spec_key,
+    refuse_sharded,
     spec_key,
     unwrap,
 )
@@ -74,6 +75,7 @@ def save(
     """
     model = unwrap(model)
     record = intact_record(model)
+    refuse_sharded(model, "save")
     config: ModelConfig | None = getattr(model, "deepsquare_config", None)
     header = Header(
         name=config.name if config else None,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare import functional as DF
-from deepsquare.nn._parameters import require_finite
+from deepsquare.nn._parameters import is_sharded, require_finite
 
 
 class SquareSoftmin(nn.Module):
@@ -85,7 +85,7 @@ class SquareSoftmin(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         root = self.root_scale
-        if root is not None and not root.is_meta and bool((root < 0).any()):
+        if root is not None and not root.is_meta and (is_sharded(root) or bool((root < 0).any())):
             destination[prefix + "root_scale"] = root.abs() if keep_vars else root.detach().abs()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

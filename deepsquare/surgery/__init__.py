@@ -6,6 +6,7 @@ from deepsquare.surgery.equip import (
     equip_record,
     intact_record,
     is_folded,
+    refuse_sharded,
     set_beta,
     sites,
     unequip,
@@ -20,6 +21,6 @@ from deepsquare.surgery.techniques import TECHNIQUES, Technique
 
 __all__ = [
     "KINDS", "PREFIX", "TECHNIQUES", "EquipRecord", "Init", "Kind", "Site", "Sites", "Technique", "Term", "equip",
-    "equip_record", "fold", "format_spec", "intact_record", "is_folded", "is_spec_key", "parse_spec", "set_beta",
-    "sites", "spec_key", "unequip", "unwrap",
+    "equip_record", "fold", "format_spec", "intact_record", "is_folded", "is_spec_key", "parse_spec", "refuse_sharded",
+    "set_beta", "sites", "spec_key", "unequip", "unwrap",
 ]  # fmt: skip

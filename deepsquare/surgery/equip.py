@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from deepsquare.nn._parameters import is_sharded
 from deepsquare.surgery import head
 from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
@@ -200,6 +201,7 @@ def unequip(model: Model) -> Model:
     record = equip_record(model)
     if record is None:
         return model
+    head.require_parameters(model, record.patches)
     _remove_terms(model, record.patches)
     for path, _, name in (gamma.rpartition(".") for gamma in record.reset_gammas):
         gamma = getattr(model.get_submodule(path), name, None)  # in a frozen batch normalization a buffer
@@ -270,12 +272,24 @@ def is_folded(model: nn.Module) -> bool:
     return bool(getattr(model, "deepsquare_folded", False))
 
 
+def refuse_sharded(model: nn.Module, action: str) -> None:
+    """Refuse a model whose parameters are sharded by ``fully_shard``: one process has a part of each."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            f"{action} needs whole parameters, and those of this {type(model).__name__} are sharded; call in every "
+            "process get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+            "torch.distributed.checkpoint.state_dict, and in the first one load the result into an equipped model that "
+            "is not sharded, and use that"
+        )
+
+
 def _refuse_wrapped_and_folded(model: nn.Module) -> None:
     name = type(model).__name__
     if unwrap(model) is not model:
         raise ValueError(f"this is a {name} around a model; change the model itself, before it is wrapped")
     if is_folded(model):
         raise ValueError(f"this {name} is folded, which cannot be undone; use the model that was folded")
+    refuse_sharded(model, "a change of the model")
 
 
 def unwrap(model: nn.Module) -> nn.Module:

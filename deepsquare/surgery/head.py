@@ -29,6 +29,19 @@ def _patch(model: nn.Module, path: str, attribute: str, value: Any) -> Patch:
     return Patch(path, attribute, before)
 
 
+def require_parameters(model: nn.Module, patches: Sequence[Patch]) -> None:
+    """Refuse to revert a layer whose parameter was parametrized or pruned since: its new value would be lost."""
+    for patch in patches:
+        layer = model.get_submodule(patch.path)
+        is_parameter = layer._parameters.get(patch.attribute) is not None
+        if isinstance(patch.before, nn.Parameter) and hasattr(layer, patch.attribute) and not is_parameter:
+            raise ValueError(
+                f"{patch.path}.{patch.attribute} is no nn.Parameter any more (a parametrization, or pruning), so it "
+                "cannot get its size of before equip; call torch.nn.utils.parametrize.remove_parametrizations or "
+                "torch.nn.utils.prune.remove first"
+            )
+
+
 def revert(model: nn.Module, patches: Sequence[Patch]) -> None:
     """Restore the attributes, last change first."""
     for patch in reversed(patches):
