@@ -23,7 +23,19 @@ from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.surgery import PREFIX, Init, equip_record, fold, intact_record, is_folded, sites, unwrap
+from deepsquare.surgery import (
+    PREFIX,
+    Init,
+    equip_record,
+    fold,
+    intact_record,
+    is_folded,
+    is_spec_key,
+    refuse_sharded,
+    sites,
+    spec_key,
+    unwrap,
+)
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -68,6 +80,7 @@ def save(
     """
     model = unwrap(model)
     record = intact_record(model)
+    refuse_sharded(model, "save")
     config: ModelConfig | None = getattr(model, "deepsquare_config", None)
     header = Header(
         name=config.name if config else None,
@@ -88,7 +101,8 @@ def save(
             f"the kwargs {header.kwargs} of {header.name} cannot be stored: {error}. Build the model with numbers, "
             "strings and booleans only"
         ) from error
-    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    state = model.state_dict()
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items() if not is_spec_key(key)}
     first = {value.untyped_storage().data_ptr(): key for key, value in reversed(tensors.items())}
     for key, value in tensors.items():
         if first[value.untyped_storage().data_ptr()] != key:  # a tensor that two keys share
@@ -137,8 +151,8 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
     header = read_header(path)
-    _warn_of_another_spec(model, path, header)
-    return _fill(unwrap(model), load_file(path), path, header)
+    tensors = _take_spec(load_file(path), model, path, header)
+    return _fill(unwrap(model), tensors, path, header)
 
 
 def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
@@ -152,7 +166,7 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
         header, tensors = NO_HEADER, _read_state_dict(path)
     else:
         header, tensors = read_header(path), load_file(path)
-    _warn_of_another_spec(model, path, header)
+    tensors = _take_spec(tensors, model, path, header)
     expected = model.state_dict()
     # torchvision sets the auxiliary classifiers that a model is built without to None.
     if left_out := [key for key in tensors if getattr(model, key.split(".")[0], "") is None]:
@@ -169,11 +183,15 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
     return _fill(model, tensors, path, header)
 
 
-def _warn_of_another_spec(model: nn.Module, path: PathLike, header: Header) -> None:
+def _take_spec(tensors: dict[str, Tensor], model: nn.Module, path: PathLike, header: Header) -> dict[str, Tensor]:
+    """The tensors without the key that names a spec; warns if that is another one than the model's."""
     record = equip_record(model)
     spec = record.spec if record else ""
-    if header.spec and set(header.spec.split("+")) != set(spec.split("+")):  # not each has keys of its own
-        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec, spec)
+    named = [key for key in tensors if is_spec_key(key)]  # by save_file or save_model of safetensors
+    stored = [spec_key(header.spec)] if header.spec else [key.rpartition(".")[2] for key in named]
+    if stored and stored != [spec_key(spec)]:  # not each has keys of its own
+        logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec or stored[0], spec)
+    return {key: value for key, value in tensors.items() if key not in named}
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -195,6 +213,8 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
 def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header) -> list[str]:
     """Load ``tensors`` into ``model``, all or none; return the keys that the file lacks."""
     expected = model.state_dict()
+    for key in filter(is_spec_key, list(expected)):
+        del expected[key]
     new = [key for key in expected if key not in tensors and PREFIX in key]
     problems = [f"{key} is missing" for key in expected if key not in tensors and PREFIX not in key]
     problems += [f"{key} is not part of the model" for key in tensors if key not in expected]

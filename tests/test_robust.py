@@ -129,7 +129,7 @@ def test_modules_called_by_keyword() -> None:
 
 def test_a_replaced_head_is_noticed() -> None:
     net = ds.equip(Net().eval(), "pooling+softmin", input_shape=(3, 32, 32))
-    net.fc = nn.Linear(8, 2)
+    net._modules["fc"] = nn.Linear(8, 2)  # unlike net.fc = …, unknown to nn.Module
     for use in (ds.sites, ds.fold, lambda m: ds.equip(m, "pooling+softmin")):
         with pytest.raises(ValueError, match="fc has lost its softmin"):
             use(net)

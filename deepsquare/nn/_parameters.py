@@ -16,6 +16,11 @@ def require_finite(state: Mapping[str, Tensor], key: str) -> None:
         )
 
 
+def is_sharded(value: Tensor) -> bool:
+    """Whether this process holds a part of ``value`` only (a ``DTensor``), so that reading it is a collective call."""
+    return hasattr(value, "full_tensor")
+
+
 def format_scalar(value: Tensor) -> str:
-    """A one-element parameter for ``extra_repr``; ``?`` on the meta device, which holds no values."""
-    return "?" if value.is_meta else f"{float(value.detach()):.4g}"
+    """A one-element parameter for ``extra_repr``; ``?`` on the meta device, which holds no values, and if sharded."""
+    return "?" if value.is_meta or is_sharded(value) else f"{float(value.detach()):.4g}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare import functional as DF
-from deepsquare.nn._parameters import require_finite
+from deepsquare.nn._parameters import is_sharded, require_finite
 
 
 class SquareSoftmin(nn.Module):
@@ -62,6 +62,13 @@ class SquareSoftmin(nn.Module):
         """The scales s, of shape (1,) or (K,), or None."""
         return None if self.root_scale is None else DF.square(self.root_scale)
 
+    def set_num_classes(self, num_classes: int) -> None:
+        """For a new classifier with another number of classes; one scale for each class starts anew."""
+        self.num_classes = num_classes
+        if self.scaling == "channel" and self.root_scale is not None:
+            ones = self.root_scale.new_ones(num_classes)
+            self.root_scale = nn.Parameter(ones, requires_grad=self.root_scale.requires_grad)
+
     def merge_scale(self) -> None:
         """Drop s, for the test phase, once √s is merged into the weights of the previous layer."""
         self.scaling = "none"
@@ -78,7 +85,7 @@ class SquareSoftmin(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         root = self.root_scale
-        if root is not None and not root.is_meta and bool((root < 0).any()):
+        if root is not None and not root.is_meta and (is_sharded(root) or bool((root < 0).any())):
             destination[prefix + "root_scale"] = root.abs() if keep_vars else root.detach().abs()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deepsquare.nn import EleSquare
+from deepsquare.nn._parameters import is_sharded
 from deepsquare.surgery import head
 from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
@@ -21,11 +22,13 @@ from deepsquare.surgery.insertion import (
     WithInserted,
     add_beta,
     insert,
+    outputs_of,
     remove_inserted,
 )
 from deepsquare.surgery.reset_gammas import reset_gammas
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.spec import Term, format_spec, parse_spec
+from deepsquare.surgery.spec_key import add_spec_key, remove_spec_key
 from deepsquare.surgery.trace import Graph, trace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -90,6 +93,8 @@ def equip(
     except BaseException:  # a term that does not fit, a model that takes no new attributes
         _remove_terms(model, patches)
         raise
+    if terms:
+        add_spec_key(model, record.spec)
     squares = init == "paper" and any(isinstance(module, EleSquare) for module in model.modules())
     if squares and (trained := _trained_norms(model)):
         warnings.warn(
@@ -214,10 +219,13 @@ def unequip(model: Model) -> Model:
     record = equip_record(model)
     if record is None:
         return model
+    head.require_parameters(model, record.patches)
     _remove_terms(model, record.patches)
-    for gamma in map(model.get_parameter, record.reset_gammas):
-        if bool((gamma == 1).all()):  # not trained since it was set to 1
+    for path, _, name in (gamma.rpartition(".") for gamma in record.reset_gammas):
+        gamma = getattr(model.get_submodule(path), name, None)  # in a frozen batch normalization a buffer
+        if isinstance(gamma, Tensor) and bool((gamma == 1).all()):  # not trained since it was set to 1
             nn.init.zeros_(gamma)
+    remove_spec_key(model)
     del model.deepsquare_record
     return model
 
@@ -258,6 +266,22 @@ def intact_record(model: nn.Module, *, allow_inner: bool = False) -> EquipRecord
                 f"{path.rpartition('.')[0]} has lost its {term}: the module was replaced after equip. Change the model "
                 "first, then equip it"
             )
+    layer = modules.get(record.sites.classifier)
+    classes = None if layer is None else outputs_of(layer)
+    if any(site.channels != classes for site in record.sites.of_kind("logits")) and classes is not None:
+        record = _with_new_classes(unwrap(model), record)
+    return record
+
+
+def _with_new_classes(model: nn.Module, record: EquipRecord) -> EquipRecord:
+    """Bring the record up to date with a classifier that replaced the one it was made for."""
+    graph = trace(model, record.sites.input_shape)
+    output = graph.nodes[graph.output]
+    found = tuple(
+        site.of_channels(output.shape[output.channel_dim]) if site.kind == "logits" else site for site in record.sites
+    )
+    record = replace(record, sites=replace(record.sites, sites=found))
+    model.deepsquare_record = record  # type: ignore[assignment]
     return record
 
 
@@ -266,12 +290,24 @@ def is_folded(model: nn.Module) -> bool:
     return bool(getattr(model, "deepsquare_folded", False))
 
 
+def refuse_sharded(model: nn.Module, action: str) -> None:
+    """Refuse a model whose parameters are sharded by ``fully_shard``: one process has a part of each."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            f"{action} needs whole parameters, and those of this {type(model).__name__} are sharded; call in every "
+            "process get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+            "torch.distributed.checkpoint.state_dict, and in the first one load the result into an equipped model that "
+            "is not sharded, and use that"
+        )
+
+
 def _refuse_wrapped_and_folded(model: nn.Module) -> None:
     name = type(model).__name__
     if unwrap(model) is not model:
         raise ValueError(f"this is a {name} around a model; change the model itself, before it is wrapped")
     if is_folded(model):
         raise ValueError(f"this {name} is folded, which cannot be undone; use the model that was folded")
+    refuse_sharded(model, "a change of the model")
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
-from deepsquare.surgery.equip import Model, intact_record, is_folded, unwrap
+from deepsquare.surgery.equip import Model, intact_record, is_folded, refuse_sharded, unwrap
 from deepsquare.surgery.head_sites import AVERAGES
 from deepsquare.surgery.inputs import CONVOLUTIONS
 from deepsquare.surgery.insertion import SITE, base_class, beta_of, drop_beta, is_watched
@@ -33,6 +33,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     """
     model = unwrap(model)  # type: ignore[assignment]
     intact_record(model, allow_inner=True)
+    refuse_sharded(model, "fold")
     if model.training:
         raise ValueError("fold returns the inference form of a model; call fold(model.eval())")
     if is_folded(model):

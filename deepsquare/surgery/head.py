@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare.surgery.head_sites import last_strides, layer_after_pooling
-from deepsquare.surgery.insertion import insert
+from deepsquare.surgery.insertion import WIDTH, insert
 from deepsquare.surgery.site import Site, Sites
 from deepsquare.surgery.trace import Graph, trace
 
@@ -27,6 +27,19 @@ def _patch(model: nn.Module, path: str, attribute: str, value: Any) -> Patch:
     before = getattr(module, attribute)
     setattr(module, attribute, value)
     return Patch(path, attribute, before)
+
+
+def require_parameters(model: nn.Module, patches: Sequence[Patch]) -> None:
+    """Refuse to revert a layer whose parameter was parametrized or pruned since: its new value would be lost."""
+    for patch in patches:
+        layer = model.get_submodule(patch.path)
+        is_parameter = layer._parameters.get(patch.attribute) is not None
+        if isinstance(patch.before, nn.Parameter) and hasattr(layer, patch.attribute) and not is_parameter:
+            raise ValueError(
+                f"{patch.path}.{patch.attribute} is no nn.Parameter any more (a parametrization, or pruning), so it "
+                "cannot get its size of before equip; call torch.nn.utils.parametrize.remove_parametrizations or "
+                "torch.nn.utils.prune.remove first"
+            )
 
 
 def revert(model: nn.Module, patches: Sequence[Patch]) -> None:
@@ -64,6 +77,7 @@ def widen(model: nn.Module, graph: Graph, site: Site, module: nn.Module) -> list
     layer = model.get_submodule(path)
     size = "in_features" if isinstance(layer, nn.Linear) else "in_channels"
     weight = layer.get_parameter("weight")
+    setattr(layer, WIDTH, width)
     wider = nn.Parameter(_new_weight(weight, width), requires_grad=weight.requires_grad)
     return [_patch(model, path, "weight", wider), _patch(model, path, size, width)]
 

@@ -5,6 +5,8 @@ runs it on its input or output. No module of the base model is wrapped, renamed 
 attributes and indexing stay the same, and the new keys are recognized by their prefix.
 """
 
+import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -14,12 +16,13 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from deepsquare import functional as DF
-from deepsquare.nn import EleSquare, SquareExcitation, SquarePooling
+from deepsquare.nn import EleSquare, SquareExcitation, SquarePooling, SquareSoftmin
 from deepsquare.surgery.inputs import float_tensor
 from deepsquare.surgery.site import Site
 
 PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
+WIDTH = "deepsquare_width"  # on a layer that was widened for the pooling before it: how many values that returns
 BETA = "beta"
 Init = Literal["paper", "identity", "anneal"]
 INITS: tuple[Init, ...] = get_args(Init)
@@ -134,7 +137,9 @@ class WithInserted(DynamicSubclass):
 
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without inserted modules."""
-    return module.deepsquare_base if isinstance(module, WithInserted) else type(module)
+    cls = type(module)  # of which torch may have made a subclass since (parametrizations, ``fully_shard``)
+    base: type[nn.Module] = vars(cls).get("deepsquare_base", cls)
+    return base
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -149,13 +154,16 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def _follow_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Let an inserted module act on any module that it becomes a child of.
+    """Let an inserted module act on any module that it becomes a child of, and on what replaces that one.
 
     ``SyncBatchNorm.convert_sync_batchnorm`` and similar functions build a new normalization layer and move the
     children of the old one to it; so the parent's class changes wherever the child is registered.
     """
     site = child.__dict__.get(SITE) if child is not None and name.startswith(PREFIX) else None
     if site is None:
+        old = parent._modules.get(name)
+        if old is not None and old is not child:
+            _carry_over(old, child)
         return
     if not isinstance(parent, WithInserted):
         parent.__class__ = dynamic_subclass(WithInserted, type(parent))
@@ -169,12 +177,131 @@ def register_hook() -> None:
     register_module_module_registration_hook(_follow_registration)
 
 
+def _carry_over(old: nn.Module, new: nn.Module | None) -> None:
+    """Move the modules inserted in ``old``, or below it, to ``new``, which replaces it; all of them or none."""
+    kept = set() if new is None else set(new.modules())
+    same_layout = new is not None and _layout(old) == _layout(new)
+    moves: list[tuple[nn.Module, nn.Module, str]] = []
+    widened: list[tuple[nn.Module, int]] = []
+    for path, module in _of_this_model(old):
+        if module in kept:
+            continue  # wrapped, not lost
+        target = new if not path else new.get_submodule(path) if new is not None and same_layout else None
+        widened += _keeps_width(module, target)
+        for name in module.__dict__.get("deepsquare_inserted", ()):
+            inserted = module.get_submodule(name)
+            if inserted in kept or (target is not None and name in target._modules):
+                continue  # moved or copied by who replaces the module
+            problem = "it has no module at this place" if target is None else _misfit(inserted, module, target)
+            if target is None or problem:
+                kind = "None" if new is None else f"the new {type(target or new).__name__}"
+                raise ValueError(
+                    f"{inserted.__dict__[SITE].path} has the inserted module {name.removeprefix(PREFIX)}, which {kind} "
+                    f"cannot take over: {problem}. Call deepsquare.unequip(model) before you replace the module"
+                )
+            moves.append((module, target, name))
+    for layer, width in widened:
+        setattr(layer, WIDTH, width)
+    for module, target, name in moves:
+        inserted = module.get_submodule(name)
+        del module._modules[name]
+        del module.deepsquare_inserted[name]  # type: ignore[union-attr, operator]
+        _fit_classes(inserted, target)
+        target.add_module(name, inserted)
+        if not module.deepsquare_inserted:
+            _restore_class(module)
+
+
+def _layout(module: nn.Module) -> list[str]:
+    return [path for path, _ in module.named_modules() if PREFIX not in path]
+
+
+def _of_this_model(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """``module`` and what is below it, without equipped models: those keep their modules wherever they are."""
+    if "deepsquare_record" in module.__dict__:
+        return
+    yield path, module
+    for name, child in module.named_children():
+        if not name.startswith(PREFIX):
+            yield from _of_this_model(child, f"{path}.{name}" if path else name)
+
+
+def outputs_of(layer: nn.Module) -> int | None:
+    """The number of values that a fully connected layer or a convolution returns; None for other modules."""
+    outputs = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+    return outputs if isinstance(outputs, int) else None
+
+
+def _misfit(inserted: nn.Module, old: nn.Module, new: nn.Module) -> str:
+    """Why ``inserted`` cannot act in ``new`` as it did in ``old``; empty if it can."""
+    site: Site = inserted.__dict__[SITE]
+    if isinstance(new, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return "its children are other layers"
+    if site.kind == "logits" and outputs_of(new) is None and type(new) is not base_class(old):
+        return "it does not say its number of classes (out_features or out_channels)"
+    if site.kind == "pooling" and site.position == "input" and not _averages(new, site):
+        return "it is not a global average pooling"
+    return ""
+
+
+def _averages(pool: nn.Module, site: Site) -> bool:
+    """Whether ``pool`` returns the mean of each channel of a map."""
+    spatial = [d for d in range(1, len(site.shape) + 1) if d != site.channel_dim]
+    maps = torch.linspace(0, 1, math.prod(site.shape), device="cpu", dtype=torch.float32).square()
+    maps = maps.reshape(1, *site.shape)
+    try:
+        return torch.allclose(pool(maps).flatten(), maps.mean(spatial).flatten())
+    except Exception:  # it does not take the map, or returns another number of values
+        return False
+
+
+def _fit_classes(inserted: nn.Module, layer: nn.Module) -> None:
+    """Give what is inserted after the classifier as many classes as the new one has."""
+    site: Site = inserted.__dict__[SITE]
+    classes = outputs_of(layer)
+    if site.kind != "logits" or classes in (None, site.channels):
+        return
+    assert classes is not None
+    setattr(inserted, SITE, site.of_channels(classes))
+    if isinstance(inserted, SquareSoftmin):
+        inserted.set_num_classes(classes)
+
+
+def _keeps_width(old: nn.Module, new: nn.Module | None) -> list[tuple[nn.Module, int]]:
+    """The new layer and its width, where it replaces one that was widened for a pooling; refuses another width."""
+    width: int | None = old.__dict__.get(WIDTH)
+    inputs = getattr(new, "in_features", getattr(new, "in_channels", None))
+    if width is None or new is None or inputs is None:
+        return []
+    if inputs != width:
+        raise ValueError(
+            f"the inserted pooling returns {width} values and the new {type(new).__name__} reads {inputs}; build it "
+            f"for {width}, or call deepsquare.unequip(model) before you replace the layer"
+        )
+    return [(new, width)]
+
+
+def _restore_class(module: nn.Module) -> None:
+    """Give a module without inserted modules its class in the base model."""
+    module.__dict__.pop("deepsquare_inserted", None)
+    if isinstance(module, DynamicSubclass):
+        module.__class__ = _plain_class(type(module))  # type: ignore[assignment]
+
+
+def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` without our mixins; a subclass that torch made of such a class for one module is made of the base."""
+    while "deepsquare_base" in vars(cls):
+        cls = vars(cls)["deepsquare_base"]
+    if not issubclass(cls, DynamicSubclass):
+        return cls
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(map(_plain_class, cls.__bases__)), body)
+
+
 def remove_inserted(model: nn.Module) -> None:
     """Remove all inserted modules; every module gets the class of the base model back."""
     for module in list(model.modules()):
-        if isinstance(module, WithInserted):
-            for name in module.deepsquare_inserted:
-                module._modules.pop(name, None)
-            del module.deepsquare_inserted
-        while isinstance(module, DynamicSubclass):
-            module.__class__ = module.deepsquare_base  # type: ignore[assignment]
+        module.__dict__.pop(WIDTH, None)
+        for name in module.__dict__.get("deepsquare_inserted", ()):
+            module._modules.pop(name, None)
+        _restore_class(module)

@@ -9,7 +9,7 @@ last_spatial_conv   the input of the main branch's last spatial convolution
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -40,6 +40,11 @@ class Site:
     def channels(self) -> int:
         """The number of channels (of classes, for ``logits``)."""
         return self.shape[self.channel_dim - 1]
+
+    def of_channels(self, channels: int) -> "Site":
+        """The same site with another number of channels."""
+        at = self.channel_dim - 1
+        return replace(self, shape=(*self.shape[:at], channels, *self.shape[at + 1 :]))
 
     @property
     def spatial(self) -> tuple[int, ...]:

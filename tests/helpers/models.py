@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchvision import models as tv
 
 import deepsquare as ds
+from deepsquare.surgery import is_spec_key
 
 torch.set_num_threads(1)
 
@@ -50,7 +51,7 @@ def tuned(model: nn.Module) -> nn.Module:
 
 
 def own_keys(model: nn.Module) -> set[str]:
-    return {key for key in model.state_dict() if "deepsquare_" in key}
+    return {key for key in model.state_dict() if "deepsquare_" in key and not is_spec_key(key)}
 
 
 def same_state(model: nn.Module, state: dict[str, Tensor]) -> bool:
