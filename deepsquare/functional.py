@@ -14,14 +14,22 @@ poolings and Square-Softmin return float32, as torch's own ``pow`` and ``norm`` 
 return its type, where a value beyond that type's range becomes inf.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from deepsquare import kernels
+
+# ``torch.fx`` calls these as a whole: their checks and formulas depend on the shape and the type of the map.
+for _name in (
+    "square", "relu_square", "square_pooling", "blend", "moment_pooling", "gem_pooling", "lp_pooling",
+    "gaussian_kernel", "square_softmin", "scale_proportion", "square_excitation", "square_excitation_add_relu",
+):  # fmt: skip
+    fx.wrap(_name)
 
 _HALF = (torch.float16, torch.bfloat16)
 _REAL = (torch.float64, torch.float32, *_HALF)
@@ -68,10 +76,14 @@ def square_pooling(x: Tensor, keepdim: bool = False, beta: Tensor | None = None)
     return _pooled(_mean_square(x), x, keepdim)
 
 
-def blend(base: Tensor, value: Tensor, beta: Tensor) -> Tensor:
-    """(1 − β) · base + β · value; for β = 0 the base, even where the value has overflowed."""
+def blend(x: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+    """(1 − β) · base + β · value; for β = 0 the base, even where the value has overflowed.
+
+    The base is ``x``, or the mean of this map where ``value`` is pooled.
+    """
+    base = (x if x.shape == value.shape else x.mean(_spatial(x), keepdim=True)).to(value.dtype)
     beta = beta.to(base.dtype).reshape(())
-    bypassed = torch.logical_and(beta == 0, torch.logical_not(value.isfinite()))
+    bypassed = torch.logical_and(beta == 0, torch.logical_not(value.abs() < math.inf))
     return (1 - beta) * base + beta * torch.where(bypassed, base, value)
 
 
@@ -157,12 +169,12 @@ def gaussian_kernel(
     """
     if not sigma > 0:
         raise ValueError(f"sigma is {sigma!r}, expected a positive fraction of the map's side, such as 0.25.")
-    kernel = torch.ones((), device=device, dtype=dtype)
+    weights = []
     for side in size:
         offset = (torch.arange(side, device=device, dtype=dtype) + 0.5) / side - 0.5  # in (-½, ½)
         weight = torch.exp(-0.5 * (offset / sigma).square())
-        kernel = kernel.unsqueeze(-1) * (weight / weight.sum())
-    return kernel
+        weights.append(weight / weight.sum())
+    return functools.reduce(lambda kernel, weight: kernel.unsqueeze(-1) * weight, weights)
 
 
 def square_softmin(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -200,7 +212,8 @@ def scale_proportion(g: Tensor, alpha: Tensor) -> Tensor:
     offset = alpha.to(wide.dtype).reshape(()).square()
     total = wide + offset
     # Both sides of the quotient are replaced, not the quotient: a gradient through 0/0 would be NaN times 0.
-    one = (offset == 0) | (total < torch.finfo(wide.dtype).tiny) | (wide == math.inf)
+    below_normal = torch.logical_or(offset == 0, total < torch.finfo(wide.dtype).tiny)
+    one = torch.logical_or(below_normal, wide == math.inf)
     return (torch.where(one, 1, wide) / torch.where(one, 1, total)).to(g.dtype)
 
 

@@ -6,11 +6,13 @@ Squeeze-and-Excitation is torchvision's ``SqueezeExcitation``.
 from collections.abc import Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from deepsquare.baselines.second_order import covariance, fp32_context, init_kaiming
+from deepsquare.baselines import second_order
 
 EXTENTS = (0, 2, 4, 8)
+
+fx.wrap("_check_size")  # as in :mod:`deepsquare.functional`
 
 
 class GatherExcite(nn.Module):
@@ -39,21 +41,28 @@ class GatherExcite(nn.Module):
         self.extent = extent
         self.size = tuple(size) if learned and not extent else None
         self.gather = _gather(channels, size, extent) if learned else _average(extent)
-        self.gather.apply(init_kaiming)
+        self.gather.apply(second_order.init_kaiming)
         self.mix = _squeeze(channels, reduction) if reduction else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.size is not None and tuple(x.shape[2:]) != self.size:
-            received, expected = ("×".join(map(str, size)) for size in (x.shape[2:], self.size))
-            raise ValueError(
-                f"the map is {received}, but this GE-θ has one weight for each position of {expected}. Equip the model "
-                "for that input size (input_shape=…), or give an extent"
-            )
+        if self.size is not None:
+            x = _check_size(x, self.size)
         gate = self.mix(self.gather(x)).sigmoid()
         if self.extent:
             gate = F.interpolate(gate, x.shape[2:], mode="nearest")
         out: Tensor = x * gate
         return out
+
+
+def _check_size(x: Tensor, size: tuple[int, ...]) -> Tensor:
+    """The map, if its height and width are ``size``."""
+    if tuple(x.shape[2:]) != size:
+        received, expected = ("×".join(map(str, sides)) for sides in (x.shape[2:], size))
+        raise ValueError(
+            f"the map is {received}, but this GE-θ has one weight for each position of {expected}. Equip the model "
+            "for that input size (input_shape=…), or give an extent"
+        )
+    return x
 
 
 def _average(e: int) -> nn.Module:
@@ -97,12 +106,10 @@ class GSoP(nn.Module):
         self.norm = nn.BatchNorm2d(size)
         self.rows = nn.Conv2d(size, 4 * size, (size, 1), groups=size)  # each row of the matrix separately
         self.expand = nn.Conv2d(4 * size, channels, 1)
-        self.apply(init_kaiming)
+        self.apply(second_order.init_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
         reduced = self.reduce(x)
-        with fp32_context(reduced) as values:
-            matrix = covariance(values)
-        rows = self.norm(matrix.to(reduced.dtype).unsqueeze(-1))
+        rows = self.norm(second_order.covariance(reduced).unsqueeze(-1))
         out: Tensor = x * self.expand(self.rows(rows)).sigmoid()
         return out

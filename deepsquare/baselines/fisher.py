@@ -6,9 +6,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from deepsquare.baselines.second_order import SecondOrderPooling, signed_root
+from deepsquare.baselines.second_order import SecondOrderPooling, in_fp32, signed_root
+
+fx.wrap("normalized_fisher_vector")  # as in :mod:`deepsquare.functional`
 
 Model = TypeVar("Model", bound=nn.Module)
 PER_IMAGE = 16  # positions per image that the mixture is fitted to
@@ -22,9 +24,10 @@ def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) 
     the covariances, ``variances``, (K, D). Returns (B, 2·K·D): first the means' part, then the deviations'.
     """
     precisions = 1 / variances
-    distance = x.square() @ precisions.mT - 2 * x @ (means * precisions).mT + (means.square() * precisions).sum(1)
+    linear = 2 * x @ (means * precisions).transpose(0, 1)
+    distance = x.square() @ precisions.transpose(0, 1) - linear + (means.square() * precisions).sum(1)
     # γ_t(k), the probability that descriptor x_t comes from component k: (B, K, N)
-    gamma = (weights.log() - 0.5 * (distance + variances.log().sum(1))).softmax(-1).mT
+    gamma = (weights.log() - 0.5 * (distance + variances.log().sum(1))).softmax(-1).transpose(1, 2)
     b = gamma.sum(2, keepdim=True)
     m = gamma @ x  # (B, K, D)
     s = gamma @ x.square()
@@ -33,6 +36,15 @@ def fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) 
     positions, weights = x.shape[1], weights[:, None]
     parts = (first / (positions * weights.sqrt()), second / (positions * (2 * weights).sqrt()))
     return torch.cat([part.flatten(1) for part in parts], 1)
+
+
+@in_fp32
+def normalized_fisher_vector(x: Tensor, weights: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+    """:func:`fisher_vector` of a map's positions, with signed square root and L2 normalization: (B, 2·K·D)."""
+    # In float64, as the sums of squares cancel; a small weight of a component underflows in half precision.
+    weights, variances = (values.double().clamp(min=1e-10) for values in (weights, variances))
+    vector = fisher_vector(x.flatten(2).transpose(1, 2).double(), weights, means.double(), variances)
+    return F.normalize(signed_root(vector)).to(x.dtype)
 
 
 class FisherVector(SecondOrderPooling):
@@ -65,10 +77,7 @@ class FisherVector(SecondOrderPooling):
         return super().forward(x)
 
     def values(self, x: Tensor) -> Tensor:
-        # In float64, as the sums of squares cancel; a small weight of a component underflows in half precision.
-        weights, variances = (values.double().clamp(min=1e-10) for values in (self.weights, self.variances))
-        vector = fisher_vector(x.flatten(2).mT.double(), weights, self.means.double(), variances)
-        return F.normalize(signed_root(vector)).to(x.dtype)
+        return normalized_fisher_vector(x, self.weights, self.means, self.variances)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,33 +1,42 @@
 """Second-order statistics of a map, their normalizations, and the poolings by them.
 
-Callers compute the statistics in :func:`fp32_context`: a covariance is a sum of products, and a matrix root loses half
-of the digits. A pooling takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1): more values than channels, for a
-wider classifier.
+They are computed :func:`in_fp32`: a covariance is a sum of products, and a matrix root loses half of the digits. A
+pooling takes a map (N, C, H, W) to (N, ``out_channels``, 1, 1): more values than channels, for a wider classifier.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+
+P = ParamSpec("P")
+
+for _name in ("covariance", "covariance_root", "bilinear_vector", "compact_bilinear_vector"):
+    fx.wrap(_name)  # as in :mod:`deepsquare.functional`
 
 
-@contextmanager
-def fp32_context(x: Tensor) -> Iterator[Tensor]:
-    """``x`` in at least float32, with autocast disabled."""
-    kind = x.device.type if x.device.type != "meta" else "cpu"
-    with torch.autocast(kind, enabled=False):
-        yield x if x.dtype == torch.float64 else x.float()
+def in_fp32(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """``function`` of a map in at least float32, with autocast disabled; its result is in the map's dtype."""
+
+    @wraps(function)
+    def run(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        kind = x.device.type if x.device.type != "meta" else "cpu"
+        with torch.autocast(kind, enabled=False):
+            return function(x if x.dtype == torch.float64 else x.float(), *args, **kwargs).to(x.dtype)
+
+    return run
 
 
+@in_fp32
 def covariance(x: Tensor) -> Tensor:
     """Σ = X·(1/N)(I − 11ᵀ/N)·Xᵀ of the N positions of a map: (B, C, spatial…) → (B, C, C)."""
     x = x.flatten(2)
     centered = x - x.mean(2, keepdim=True)
-    return centered @ centered.mT / x.shape[2]
+    return centered @ centered.transpose(1, 2) / x.shape[2]  # not mT, which ONNX's older exporter and Core ML lack
 
 
 def root_by_eigenvalues(matrix: Tensor) -> Tensor:
@@ -38,6 +47,9 @@ def root_by_eigenvalues(matrix: Tensor) -> Tensor:
     coincide, as the zeros of a rank-deficient matrix do. Where both are zero the gradient is set to zero: a covariance
     of N positions keeps its rank under small changes of the map, so that block does not change to first order.
     """
+    # A graph of torch.jit.trace cannot hold a Python function: its gradient is that of eigh.
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return _RootByEigenvalues.forward(matrix)[0]
     root: Tensor = _RootByEigenvalues.apply(matrix)[0]  # type: ignore[no-untyped-call]
     return root
 
@@ -55,7 +67,7 @@ class _RootByEigenvalues(torch.autograd.Function):
         # Eigenvalues within rounding error are zero, whatever their sign.
         noise = values[..., -1:].abs() * (values.shape[-1] * torch.finfo(values.dtype).eps)
         roots = torch.where(values > noise, values, 0).sqrt()
-        root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
+        root = (vectors * roots.unsqueeze(-2)) @ vectors.transpose(-2, -1)
         return torch.where(finite, root, torch.nan), roots, vectors
 
     @staticmethod
@@ -126,7 +138,7 @@ def signed_root(x: Tensor, eps: float = 1e-8) -> Tensor:
 def bilinear(x: Tensor) -> Tensor:
     """Equation (6): B = X·Xᵀ/N, the second moments of all pairs of channels: (B, C, spatial…) → (B, C²)."""
     x = x.flatten(2)
-    return (x @ x.mT / x.shape[2]).flatten(1)
+    return (x @ x.transpose(1, 2) / x.shape[2]).flatten(1)
 
 
 def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
@@ -139,15 +151,34 @@ def tensor_sketch(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
     """
     if not x.numel():  # torch.fft.rfft refuses empty tensors
         return x.new_zeros(x.shape[0], size)
-    x = x.flatten(2).mT  # (B, N, C)
+    x = x.flatten(2).transpose(1, 2)  # (B, N, C)
     sketches = (x.new_zeros(*x.shape[:-1], size).index_add(-1, index[i], x * sign[i]) for i in (0, 1))
     first, second = map(torch.fft.rfft, sketches)
     sketch: Tensor = torch.fft.irfft((first * second).mean(1), n=size)
     return sketch
 
 
+@in_fp32
+def covariance_root(x: Tensor, iterations: int) -> Tensor:
+    """The upper triangle of the covariance's square root: (B, C, spatial…) → (B, C(C + 1)/2)."""
+    matrix = covariance(x)
+    return upper_triangle(root_by_newton_schulz(matrix, iterations) if iterations else root_by_eigenvalues(matrix))
+
+
+@in_fp32
+def bilinear_vector(x: Tensor) -> Tensor:
+    """:func:`bilinear` with signed square root and L2 normalization."""
+    return F.normalize(signed_root(bilinear(x)))
+
+
+@in_fp32
+def compact_bilinear_vector(x: Tensor, index: Tensor, sign: Tensor, size: int) -> Tensor:
+    """:func:`tensor_sketch` with signed square root and L2 normalization."""
+    return F.normalize(signed_root(tensor_sketch(x, index, sign.to(x.dtype), size)))
+
+
 class SecondOrderPooling(nn.Module, ABC):
-    """Pools a map to ``out_channels`` values, computed by ``values`` in float32 and returned in the map's dtype.
+    """Pools a map to ``out_channels`` values, computed by ``values``.
 
     The subclasses take the map's ``channels`` first; ``reduce`` is applied before the statistics are computed.
     """
@@ -159,10 +190,7 @@ class SecondOrderPooling(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, out_channels, 1, 1)."""
-        x = self.reduce(x)
-        with fp32_context(x) as map_:
-            values = self.values(map_)
-        return values.to(x.dtype)[..., None, None]
+        return self.values(self.reduce(x))[..., None, None]
 
     @abstractmethod
     def values(self, x: Tensor) -> Tensor:
@@ -192,11 +220,7 @@ class CovariancePooling(SecondOrderPooling):
         self.iterations = iterations
 
     def values(self, x: Tensor) -> Tensor:
-        """The upper triangle of the matrix square root."""
-        matrix = covariance(x)
-        n = self.iterations
-        root = root_by_newton_schulz(matrix, n) if n else root_by_eigenvalues(matrix)
-        return upper_triangle(root)
+        return covariance_root(x, self.iterations)
 
 
 class BilinearPooling(SecondOrderPooling):
@@ -209,7 +233,7 @@ class BilinearPooling(SecondOrderPooling):
         super().__init__(_reduction(channels, size) if size else nn.Identity(), (size or channels) ** 2)
 
     def values(self, x: Tensor) -> Tensor:
-        return F.normalize(signed_root(bilinear(x)))
+        return bilinear_vector(x)
 
 
 class CompactBilinearPooling(SecondOrderPooling):
@@ -224,5 +248,4 @@ class CompactBilinearPooling(SecondOrderPooling):
         self.register_buffer("sign", 2.0 * torch.randint(2, (2, channels)) - 1)
 
     def values(self, x: Tensor) -> Tensor:
-        sketch = tensor_sketch(x, self.index, self.sign.to(x.dtype), self.out_channels)
-        return F.normalize(signed_root(sketch))
+        return compact_bilinear_vector(x, self.index, self.sign, self.out_channels)

@@ -1,7 +1,7 @@
 """Lowering: a folded copy of a model for export, whose modules use few operations, and fast ones.
 
 The functions of :mod:`deepsquare.functional` handle half precision, 0/0 and gradients. Each of these cases would add
-operations to the exported graph. The modules below do without them, because α and s are constants and the dtype is
+operations to the exported graph. The modules below do without them, because α, β and s are constants and the dtype is
 float32: a mean of squares is one product and one mean, and the factor G / (G + α²) one addition and one division.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepsquare.nn import EleSquare, SquareEncoding, SquareExcitation, SquarePooling, SquareSoftmin
 from deepsquare.surgery import fold
 from deepsquare.surgery.fold import replace
-from deepsquare.surgery.insertion import SITE, beta_of
+from deepsquare.surgery.insertion import BLENDING, SITE, beta_of, drop_beta
 
 
 def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool) -> nn.Module:
@@ -36,11 +36,11 @@ def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool) -> nn
 
 
 class Pooling(nn.Module):
-    """Square-Pooling, Equation (20)."""
+    """Square-Pooling, Equation (20), or the mean of the map where ``square`` is the identity."""
 
-    def __init__(self, keepdim: bool, beta: Tensor | None) -> None:
+    def __init__(self, square: nn.Module, keepdim: bool) -> None:
         super().__init__()
-        self.square, self.keepdim = Square(beta), keepdim
+        self.square, self.keepdim = square, keepdim
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = _mean(self.square(x))
@@ -50,16 +50,33 @@ class Pooling(nn.Module):
 class Square(nn.Module):
     """EleSquare, Equation (14), blended with its input by a constant β."""
 
-    beta: Tensor | None
+    factor: Tensor | None  # β, under another name: this module does the blending itself
     offset: Tensor | None  # 1 − β
 
     def __init__(self, beta: Tensor | None) -> None:
         super().__init__()
-        self.register_buffer("beta", beta)
+        self.register_buffer("factor", beta)
         self.register_buffer("offset", None if beta is None else 1 - beta)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * x if self.beta is None or self.offset is None else x * (x * self.beta + self.offset)
+        return x * x if self.factor is None or self.offset is None else x * (x * self.factor + self.offset)
+
+
+class Blend(nn.Module):
+    """(1 − β) · ``base(x)`` + β · ``inner(x)`` with a constant β; the base of a pooling is the mean."""
+
+    factor: Tensor  # β
+    kept: Tensor  # 1 − β
+
+    def __init__(self, inner: nn.Module, base: nn.Module, beta: Tensor) -> None:
+        super().__init__()
+        self.inner, self.base = inner, base
+        self.register_buffer("factor", beta)
+        self.register_buffer("kept", 1 - beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        blended: Tensor = self.base(x) * self.kept + self.inner(x) * self.factor
+        return blended
 
 
 class Excitation(nn.Module):
@@ -114,9 +131,16 @@ class Softmin(nn.Module):
 def _lowered(module: nn.Module, flatten_maps: bool) -> nn.Module | None:
     """The form of one of our modules in which it is exported; None for any other module."""
     beta = beta_of(module) if SITE in module.__dict__ else None
-    beta = None if beta is None else beta.detach()
+    if beta is not None:
+        beta = beta.detach()
+        if bool(beta == 0):
+            return nn.Identity()  # for a pooling too: the model's own one is still behind it
+        if not isinstance(module, (*BLENDING, SquareSoftmin)):
+            drop_beta(module)
+            pools = module.__dict__[SITE].kind == "pooling"
+            return Blend(module, Pooling(nn.Identity(), keepdim=True) if pools else nn.Identity(), beta)
     if type(module) is SquarePooling:
-        return Pooling(module.keepdim, beta)
+        return Pooling(Square(beta), module.keepdim)
     if type(module) in (EleSquare, SquareEncoding) and beta is not None:
         return Square(beta)
     if type(module) is SquareExcitation:

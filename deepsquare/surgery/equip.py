@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -317,6 +318,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model (nn.Module), got {model!r}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"this is a {type(model).__name__}, whose code cannot change any more; equip the model first, then "
+            "use torch.jit.trace"
+        )
     while list(model._modules) in (["module"], ["_orig_mod"]):
         (model,) = model.children()
     return model

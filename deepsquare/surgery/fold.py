@@ -152,7 +152,7 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     if SITE in old.__dict__:
         setattr(new, SITE, old.__dict__[SITE])
     new.train(old.training)
-    for parent in model.modules():
+    for parent in list(model.modules()):  # without ``new``, which may have ``old`` inside
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new

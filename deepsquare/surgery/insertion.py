@@ -64,10 +64,7 @@ def _blended(module: nn.Module, x: Tensor, beta: Tensor) -> Tensor:
     if isinstance(module, BLENDING):
         blended: Tensor = module(x, beta)
         return blended
-    y: Tensor = module(x)
-    spatial = tuple(range(2, x.ndim))
-    base = x if y.shape == x.shape else x.mean(spatial, keepdim=True)
-    return DF.blend(base.to(y.dtype), y, beta)
+    return DF.blend(x, module(x), beta)
 
 
 class DynamicSubclass(nn.Module):
@@ -79,6 +76,13 @@ class DynamicSubclass(nn.Module):
 
     deepsquare_mixin: "type[DynamicSubclass]"
     deepsquare_base: type[nn.Module]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` calls first."""
+        raise TypeError(
+            f"torch.jit.script cannot compile an equipped model (here {type(self).__name__}); use "
+            "torch.jit.trace(model.eval(), x), torch.export.export(model, (x,)) or torch.compile(model)"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the two classes: the combined one cannot be imported by name."""
@@ -130,7 +134,7 @@ class WithInserted(DynamicSubclass):
             beta = beta_of(inserted)
             y: Tensor = inserted(x) if beta is None else _blended(inserted, x, beta)
             if site.keeps_size:
-                y = y.expand(*y.shape[:2], *x.shape[2:])
+                y = y.expand(y.shape[:2] + x.shape[2:])
             x = y if site.channel_dim == 1 else y.movedim(1, site.channel_dim)
         return x
 

@@ -171,6 +171,25 @@ def test_baselines_in_onnx(spec: str, tmp_path: Path) -> None:
     assert exported.max_rel_error < 1e-4
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("spec", ["se", "gem", "pooling", "ge_theta_minus", EVERYTHING])
+def test_beta_is_a_constant_in_onnx(spec: str, beta: float, tmp_path: Path) -> None:
+    base, images = trained(NETWORK, "")
+    model = ds.equip(base, spec, init="identity")
+    betas = [value for name, value in model.named_parameters() if name.endswith(".beta")]
+    with torch.no_grad():
+        for value in betas:
+            value.fill_(beta)
+    exported = export(model, tmp_path / "model.onnx", IMAGES, images=images)
+    assert exported.max_rel_error < 1e-4
+    counts = operations(tmp_path / "model.onnx")
+    assert not {"IsNaN", "IsInf", "Where"} & set(counts)
+    if beta == 0:
+        assert {op: count for op, count in counts.items() if op not in LAYERS} == OPERATIONS[NETWORK, ""]
+    elif spec == "ge_theta_minus":  # a mean, a sigmoid and a product; (1 − β) · x + β · y
+        assert {op: counts[op] for op in ("Mul", "Add")} == {"Mul": 4 * (1 + 2), "Add": 4 + 4}
+
+
 def test_wrong_arguments_fail_early(tmp_path: Path) -> None:
     model, images = trained("vanilla_cnn", "")
     path = tmp_path / "model.onnx"
