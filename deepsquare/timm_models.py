@@ -9,7 +9,7 @@ Square-Softmin do not, as the features end before them.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchvision
@@ -40,10 +40,11 @@ class HeadRecord(EquipRecord):
 class KeepsTechniques(nn.Module):
     """A mixin: timm's ``reset_classifier``, in which the techniques of the head stay."""
 
-    num_classes: int
-    num_features: int
-    global_pool: nn.Module
-    fc: nn.Module
+    if TYPE_CHECKING:  # at run time torch.jit.script does not accept them
+        num_classes: int
+        num_features: int
+        global_pool: nn.Module
+        fc: nn.Module
 
     def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
         """Give the model a new classifier, and another pooling if ``global_pool`` differs.
@@ -130,12 +131,13 @@ class ShuffleNetV2(KeepsTechniques, torchvision.models.ShuffleNetV2):  # type: i
     """torchvision's ShuffleNetV2 with the methods of timm's models; the weights have torchvision's names."""
 
     STAGES = ("conv1", "maxpool", "stage2", "stage3", "stage4")  # each at half the resolution of the one before
-    conv1: nn.Sequential
-    maxpool: nn.Module
-    stage2: nn.Module
-    stage3: nn.Module
-    stage4: nn.Module
-    conv5: nn.Module
+    if TYPE_CHECKING:
+        conv1: nn.Sequential
+        maxpool: nn.Module
+        stage2: nn.Module
+        stage3: nn.Module
+        stage4: nn.Module
+        conv5: nn.Module
 
     def __init__(
         self,

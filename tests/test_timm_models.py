@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import timm.optim
+import timm.utils
 import torch
 from helpers.models import images, square_pooled, tuned
 from timm.models import PretrainedCfg
@@ -275,6 +278,29 @@ def test_layer_decay_groups_a_block_with_its_excitation(name: str) -> None:
     assert min(scales.values()) == scales[next(iter(scales))] < found[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["deepsquare_resnet18", "deepsquare_shufflenet_v2_x0_5"])
+def test_the_base_networks_can_be_scripted(name: str) -> None:
+    model = create(name, num_classes=3).eval()
+    torch.testing.assert_close(torch.jit.script(model)(images()), model(images()))
+
+
+def test_timms_moving_average_follows_the_parameters_of_the_techniques() -> None:
+    model = made("shufflenet_v2_x1_0_pooling_excitation", num_classes=3)
+    ema = timm.utils.ModelEmaV3(model, decay=0.75)
+    optimizer = timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, layer_decay=0.9)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    model(inputs()).logsumexp(1).sum().backward()
+    optimizer.step()
+    ema.update(model)
+    averages = dict(ema.module.named_parameters())
+    moved = [key for key, p in model.named_parameters() if "deepsquare_" in key and not torch.equal(p, before[key])]
+    assert len(moved) == 16
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(averages[key], 0.75 * before[key] + 0.25 * p)
+    assert str(ds.sites(ema)) == str(ds.sites(model))
+
+
 def test_the_configuration_is_timms() -> None:
     for network in NETWORKS:
         name = timm_name(network.model, network.spec)
@@ -313,3 +339,11 @@ def test_files_of_timm_and_of_deepsquare(name: str, tmp_path: Path) -> None:
     model.reset_classifier(3)
     ds.save(model, tmp_path / "model.safetensors")
     torch.testing.assert_close(ds.load(tmp_path / "model.safetensors").eval()(x), model(x))
+
+
+def test_load_registers_the_networks_itself(tmp_path: Path) -> None:
+    ds.save(create("deepsquare_shufflenet_v2_x0_5_pooling", num_classes=3), tmp_path / "model.safetensors")
+    code = "import sys, deepsquare; print(type(deepsquare.load(sys.argv[1])).__module__)"
+    command = [sys.executable, "-c", code, str(tmp_path / "model.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "deepsquare.timm_models"
