@@ -4,6 +4,7 @@ Unpickling a file can run code, so pickled files are refused; :func:`load_pretra
 """
 
 import copy
+import importlib.util
 import json
 import logging
 import os
@@ -130,6 +131,8 @@ def load(path: PathLike, spec: str | None = None, init: Init | None = None) -> n
             f"{path} holds a model that create_model did not build, so it cannot be rebuilt by name; build the model "
             f"yourself{equipping}{folding}, then call deepsquare.load_weights(model, path)"
         )
+    if header.name.startswith("timm/deepsquare_") and importlib.util.find_spec("timm") is not None:
+        from deepsquare import timm_models  # noqa: F401  # registers the name with timm
     kwargs = {key: value for key, value in header.kwargs.items() if key not in WEIGHT_KWARGS}
     kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape, "init": init or header.init}
     with warnings.catch_warnings():

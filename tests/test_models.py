@@ -199,27 +199,9 @@ def test_the_tables_are_timm_models() -> None:
     assert len(names) == 20
 
 
-def test_timm_builds_and_describes_the_model() -> None:
-    model = timm.create_model("deepsquare_resnet50_pooling_excitation", num_classes=7, drop_rate=0.25)
-    assert shapes(model) == shapes(build("resnet50", "pooling+excitation", num_classes=7))
-    assert [m.p for m in model.get_submodule("fc").modules() if isinstance(m, nn.Dropout)] == [0.25]
-    config = timm.data.resolve_data_config({}, model=model)
-    assert config["input_size"] == (3, 224, 224)
-    assert config["mean"] == (0.485, 0.456, 0.406)
-    assert config["std"] == (0.229, 0.224, 0.225)
-    assert round(224 / config["crop_pct"]) == 256
-
-
-@pytest.mark.parametrize("argument", [{"pretrained": True}, {"in_chans": 1}])
-def test_what_the_timm_models_refuse(argument: dict[str, Any]) -> None:
-    name, value = next(iter(argument.items()))
-    with pytest.raises(ValueError, match=rf"deepsquare_resnet18_pooling has no pretrained.*{name}={value}"):
-        timm.create_model("deepsquare_resnet18_pooling", **argument)
-
-
 def test_a_registered_name_is_known_here_too() -> None:
     named = create_model("deepsquare_resnet18_pooling", num_classes=3)
-    spelled = create_model("resnet18", "pooling", num_classes=3)
+    spelled = create_model("timm/resnet18", "pooling", num_classes=3)
     assert shapes(named) == shapes(spelled)
     assert str(ds.sites(named)) == str(ds.sites(spelled))
 
