@@ -24,8 +24,8 @@ from deepsquare.models import NETWORKS, ModelConfig
 from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from deepsquare.surgery import PREFIX, EquipRecord, Site, Sites, equip, equip_record, format_spec, parse_spec
 from deepsquare.surgery.head import set_dropout
+from deepsquare.surgery.inputs import float_tensor
 from deepsquare.surgery.insertion import add_beta, insert
-from deepsquare.surgery.trace import float_tensor
 
 __all__: list[str] = []  # timm's register_model adds each name
 
