@@ -18,12 +18,13 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import support_tools
 import torch
 from rich.progress import track
 from torch import nn
@@ -35,7 +36,8 @@ from deepsquare.surgery import PREFIX, TECHNIQUES, Sites
 from deepsquare.surgery.techniques import BASELINES
 
 ROOT = Path(__file__).parent.parent
-STORE, PAGE = Store(ROOT / "results" / "support.jsonl"), ROOT / "docs" / "support.md"
+STORE, TOOLS = (Store(ROOT / "results" / name) for name in ("support.jsonl", "support_tools.jsonl"))
+PAGE = ROOT / "docs" / "support.md"
 TERMS = [term for term, technique in TECHNIQUES.items() if technique.kind is not None and term not in BASELINES]
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")
 # timm's modules of transformers, of hybrids with attention or state-space layers, and of MLPs. All others are CNNs.
@@ -162,18 +164,41 @@ def try_term(model: nn.Module, present: Sites, term: str, images: torch.Tensor) 
     return outcome, len(present.of_kind(kind))
 
 
+def open_model(name: str) -> tuple[nn.Module, torch.Tensor, Sites]:
+    """The model with random weights, two images and its sites."""
+    slow = name in ("torchvision/googlenet", "torchvision/inception_v3")  # their own initialisation takes minutes
+    kwargs: dict[str, Any] = {"init_weights": False} if slow else {}
+    model = ds.create_model(name, **kwargs)
+    return model, *smallest_input(model)
+
+
+def tools_row(family: str, name: str, terms: list[str]) -> list[Row]:
+    """The row of :mod:`support_tools` for a model; runs in its own process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore")
+    start, size = time.perf_counter(), None
+    metrics: dict[str, Any]
+    try:
+        model, images, present = open_model(name)
+        size = images.shape[-1]
+        metrics = support_tools.check_tools(model, present, images, terms)
+    except Exception as error:
+        metrics = {"identity": dict.fromkeys(terms, f"fails: {type(error).__name__}: {error}"), "fx": {}, "trace": {}}
+    seconds = round(time.perf_counter() - start, 1)
+    recipe = {"model": name, "family": family, "input_size": size}
+    return [Row("support_tools", name, 0, recipe, metrics, seconds, **conditions() | {"versions": versions()})]
+
+
 def rows_of(family: str, name: str, terms: list[str]) -> list[Row]:
     """One row per term; runs in its own process. The seconds are those of all its terms together."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.filterwarnings("ignore")
     start = time.perf_counter()
-    slow = name in ("torchvision/googlenet", "torchvision/inception_v3")  # their own initialisation takes minutes
-    kwargs: dict[str, Any] = {"init_weights": False} if slow else {}
     size, outcomes = None, {}
     try:
-        model = ds.create_model(name, **kwargs)
-        images, present = smallest_input(model)
+        model, images, present = open_model(name)
         size = images.shape[-1]
     except Exception as error:
         outcomes = dict.fromkeys(terms, (f"fails: {error}", 0))
@@ -216,17 +241,21 @@ def run(match: str) -> None:
     """Run what is missing, storing each model's rows as soon as they are there in place of older ones."""
     good = (row for row in STORE.rows() if row.versions == versions() and not fails(row))
     have = {(row.recipe["model"], row.recipe["term"]) for row in good}
-    jobs = []
+    with_tools = {row.row for row in TOOLS.rows() if row.versions == versions() and not support_tools.fails(row)}
+    jobs: list[tuple[Store, Callable[..., list[Row]], str, str, list[str]]] = []
     for family, name in [*torchvision_models(), *timm_models()]:
         terms = [term for term in TERMS if (name, term) not in have]
         if terms and match in name:
-            jobs.append((family, name, terms))
+            jobs.append((STORE, rows_of, family, name, terms))
+        if name not in with_tools and match in name:
+            jobs.append((TOOLS, tools_row, family, name, TERMS))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        waiting = [pool.submit(rows_of, *job) for job in jobs]
+        waiting = {pool.submit(check, *of_model): store for store, check, *of_model in jobs}
         for done in track(as_completed(waiting), total=len(waiting), description="models"):
-            rows = {row.row: row for row in (*STORE.rows(), *done.result())}
-            STORE.replace(rows.values())
+            store = waiting[done]
+            rows = {row.row: row for row in (*store.rows(), *done.result())}
+            store.replace(rows.values())
 
 
 def render() -> None:
@@ -249,6 +278,7 @@ def render() -> None:
             cells = [_cell(terms[term]) if term in terms else "?" for term in TERMS]
             family = next(iter(terms.values())).recipe["family"]
             parts.append(f"| {family} | {name.split('/')[1]} | {' | '.join(cells)} |\n")
+    parts.append(support_tools.section(TOOLS.rows()))
     parts.append(BEYOND_HEADER.format(" | ".join(TERMS_BEYOND), "---|" * len(TERMS_BEYOND)))
     for name, (part, counts) in BEYOND.items():
         parts.append(f"| {name} | {part or 'the model'} | {' | '.join(str(n or '–') for n in counts)} |\n")
