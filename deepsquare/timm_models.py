@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from deepsquare.models import NETWORKS, ModelConfig
 from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from deepsquare.surgery import PREFIX, EquipRecord, Site, Sites, equip, equip_record, format_spec, parse_spec
+from deepsquare.surgery import PREFIX, EquipRecord, Site, equip, equip_record, format_spec, parse_spec
 from deepsquare.surgery.head import set_dropout
 from deepsquare.surgery.inputs import float_tensor
 from deepsquare.surgery.insertion import add_beta, insert
@@ -86,16 +86,16 @@ def _check_head(record: EquipRecord, global_pool: str) -> None:
 
 def _fill_head(model: KeepsTechniques, full: EquipRecord) -> EquipRecord:
     """Insert the terms that a new head lacks; returns the record of what acts now."""
-    reasons = {}
-    if model.num_classes == 0:
-        reasons["fc"] = "the model has no classifier (num_classes=0)"
+    # With num_classes=0 fc is the identity; prune_intermediate_layers makes whole stages the identity.
+    gone = {name: f"{name} is removed" for name, child in model.named_children() if isinstance(child, nn.Identity)}
     if model.global_pool.pool_type != "avg":
-        reasons["global_pool"] = f"the model has no average pooling (global_pool={model.global_pool.pool_type!r})"
-    paths = {path for path, _ in model.named_modules()}  # prune_intermediate_layers removes whole stages
+        gone["global_pool"] = f"global_pool={model.global_pool.pool_type!r} is no average"
     sites: list[Site] = []
+    missing = dict(full.sites.missing)
     for site in full.sites:
         owner = site.path.split(".")[0]
-        if owner in reasons or site.path not in paths:
+        if owner in gone:
+            missing[site.kind] = gone[owner]
             continue
         if owner == "fc":
             site = replace(site, shape=(model.num_classes,))
@@ -106,12 +106,11 @@ def _fill_head(model: KeepsTechniques, full: EquipRecord) -> EquipRecord:
                 if full.init != "paper":
                     add_beta(module, full.init)
                 insert(model, site, term.name, module)
-    missing = {site.kind: reasons[owner] for site in full.sites if (owner := site.path.split(".")[0]) in reasons}
-    now = Sites(
-        tuple(sites),
-        {**full.sites.missing, **missing},
-        full.sites.input_shape,
-        full.sites.classifier if model.num_classes else "",
+    now = replace(
+        full.sites,
+        sites=tuple(sites),
+        missing={kind: reason for kind, reason in missing.items() if all(site.kind != kind for site in sites)},
+        classifier=full.sites.classifier if model.num_classes else "",
     )
     dropout = full.dropout if model.num_classes else None
     if dropout is not None:

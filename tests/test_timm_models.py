@@ -153,12 +153,13 @@ def test_a_new_head_keeps_the_parameters_of_the_blocks_and_can_be_unequipped() -
 def test_terms_that_wait_for_a_head() -> None:
     model = create("deepsquare_shufflenet_v2_x0_5", num_classes=5)
     ds.equip(model, "gem(p=2)+softmin(scale='channel')", init="identity", dropout=0.2)
-    ready(model).eval()
+    learned = ready(model).eval().global_pool.pool.deepsquare_gem.p
+    model.reset_classifier(4)
+    assert model.global_pool.pool.deepsquare_gem.p is learned
     model.reset_classifier(0, "")
     record = record_of(model)
     assert (record.spec, record.dropout) == ("", None)
-    assert record.sites.missing["logits"] == "the model has no classifier (num_classes=0)"
-    assert "global_pool=''" in record.sites.missing["pooling"]
+    assert record.sites.missing == {"logits": "fc is removed", "pooling": "global_pool='' is no average"}
     ds.unequip(copy.deepcopy(model))
     model.reset_classifier(7)
     record = record_of(model)
@@ -207,8 +208,10 @@ def test_features_only(name: str) -> None:
         assert model.feature_info.reduction() == [2 ** (i + 1) for i in indices]
         acting = {key.split("deepsquare_")[1].split(".")[0] for key in model.state_dict() if "deepsquare_" in key}
         assert acting == ({"excitation"} if "excitation" in name else set())
-    pruned = whole.forward_intermediates(inputs(), indices=[1], stop_early=True, intermediates_only=True)
-    torch.testing.assert_close(pruned, [expected[1]])
+    stages = {site.path.split(".")[0] for site in ds.sites(inner)}  # of the last one, which is pruned
+    assert stages == ({"layer1", "layer2", "layer3"} if "resnet" in name else {"stage2", "stage3"})
+    early = whole.forward_intermediates(inputs(), indices=[1], stop_early=True)
+    torch.testing.assert_close(early, (expected[1], [expected[1]]))
 
 
 @pytest.mark.parametrize("name", ["resnet18_pooling", "shufflenet_v2_x0_5_pooling"])
@@ -275,7 +278,15 @@ def test_layer_decay_groups_a_block_with_its_excitation(name: str) -> None:
     assert found == [next(s for key, s in scales.items() if key.startswith(f"{site.block}.")) for site in sites]
     assert found == sorted(set(found)), "each block is a layer"
     assert scales["fc.weight"] == 1
+    assert scales.get("conv5.0.weight", found[-1]) == found[-1]
     assert min(scales.values()) == scales[next(iter(scales))] < found[0]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18_excitation"])
+def test_every_branch_of_a_resnet_starts_with_gamma_1(name: str) -> None:
+    model = create(f"deepsquare_{name}")
+    assert all(bool((m.weight == 1).all()) for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    assert name == "resnet18" or record_of(model).reset_gammas == ()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
