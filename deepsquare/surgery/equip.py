@@ -16,6 +16,7 @@ from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.finder import find_sites, named_site
 from deepsquare.surgery.insertion import (
     BETA,
+    CLASSES,
     INITS,
     PREFIX,
     SITE,
@@ -144,6 +145,8 @@ def _insert_terms(
             add_beta(module, init)
         patches += head.widen(model, graph, site, module)
         insert(model, site, assigned[site].name, module)
+        if site.kind == "logits" and sites.classifier:
+            model.get_submodule(sites.classifier).__dict__[CLASSES] = module
     if any(patch.attribute == "weight" for patch in patches):
         head.retrace(model, graph, "with more pooled values; something else reads them, or their number is fixed")
     fuse_blocks(model)

@@ -24,6 +24,7 @@ PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
 WIDTH = "deepsquare_width"  # on a layer that was widened for the pooling before it: how many values that returns
 BETA = "beta"
+CLASSES = "deepsquare_classes"  # on the last fully connected layer: the module inserted at its logits
 Init = Literal["paper", "identity", "anneal"]
 INITS: tuple[Init, ...] = get_args(Init)
 BLENDING = (EleSquare, SquareExcitation, SquarePooling)  # ``forward`` takes β: one pass over the map, not three
@@ -186,34 +187,46 @@ def _carry_over(old: nn.Module, new: nn.Module | None) -> None:
     kept = set() if new is None else set(new.modules())
     same_layout = new is not None and _layout(old) == _layout(new)
     moves: list[tuple[nn.Module, nn.Module, str]] = []
-    widened: list[tuple[nn.Module, int]] = []
+    marks: list[tuple[nn.Module, nn.Module, str]] = []
     for path, module in _of_this_model(old):
         if module in kept:
             continue  # wrapped, not lost
         target = new if not path else new.get_submodule(path) if new is not None and same_layout else None
-        widened += _keeps_width(module, target)
         for name in module.__dict__.get("deepsquare_inserted", ()):
             inserted = module.get_submodule(name)
             if inserted in kept or (target is not None and name in target._modules):
                 continue  # moved or copied by who replaces the module
-            problem = "it has no module at this place" if target is None else _misfit(inserted, module, target)
+            problem = "it has no module at this place" if target is None else _misfit(inserted, target)
             if target is None or problem:
-                kind = "None" if new is None else f"the new {type(target or new).__name__}"
-                raise ValueError(
-                    f"{inserted.__dict__[SITE].path} has the inserted module {name.removeprefix(PREFIX)}, which {kind} "
-                    f"cannot take over: {problem}. Call deepsquare.unequip(model) before you replace the module"
-                )
+                raise _lost(inserted, target or new, problem)
             moves.append((module, target, name))
-    for layer, width in widened:
-        setattr(layer, WIDTH, width)
+        at_logits = module.__dict__.get(CLASSES)
+        knows_classes = target is not None and (outputs_of(target) is not None or type(target) is base_class(module))
+        if at_logits is not None and not knows_classes:
+            raise _lost(
+                at_logits, target or new, "it does not say its number of classes (out_features or out_channels)"
+            )
+        marks += _marks(module, target)
+    for module, target, mark in marks:
+        target.__dict__[mark] = module.__dict__.pop(mark)
+        if mark == CLASSES:
+            _fit_classes(target.__dict__[mark], module, target)
     for module, target, name in moves:
         inserted = module.get_submodule(name)
         del module._modules[name]
         del module.deepsquare_inserted[name]  # type: ignore[union-attr, operator]
-        _fit_classes(inserted, target)
         target.add_module(name, inserted)
         if not module.deepsquare_inserted:
             _restore_class(module)
+
+
+def _lost(inserted: nn.Module, new: nn.Module | None, problem: str) -> ValueError:
+    site: Site = inserted.__dict__[SITE]
+    kind = "None" if new is None else f"the new {type(new).__name__}"
+    return ValueError(
+        f"{site.path} has an inserted {type(inserted).__name__}, which {kind} cannot take over: {problem}. Call "
+        "deepsquare.unequip(model) before you replace the module"
+    )
 
 
 def _layout(module: nn.Module) -> list[str]:
@@ -236,13 +249,11 @@ def outputs_of(layer: nn.Module) -> int | None:
     return outputs if isinstance(outputs, int) else None
 
 
-def _misfit(inserted: nn.Module, old: nn.Module, new: nn.Module) -> str:
-    """Why ``inserted`` cannot act in ``new`` as it did in ``old``; empty if it can."""
+def _misfit(inserted: nn.Module, new: nn.Module) -> str:
+    """Why ``inserted`` cannot act in ``new`` as it did in the module before; empty if it can."""
     site: Site = inserted.__dict__[SITE]
     if isinstance(new, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return "its children are other layers"
-    if site.kind == "logits" and outputs_of(new) is None and type(new) is not base_class(old):
-        return "it does not say its number of classes (out_features or out_channels)"
     if site.kind == "pooling" and site.position == "input" and not _averages(new, site):
         return "it is not a global average pooling"
     return ""
@@ -259,30 +270,27 @@ def _averages(pool: nn.Module, site: Site) -> bool:
         return False
 
 
-def _fit_classes(inserted: nn.Module, layer: nn.Module) -> None:
-    """Give what is inserted after the classifier as many classes as the new one has."""
-    site: Site = inserted.__dict__[SITE]
-    classes = outputs_of(layer)
-    if site.kind != "logits" or classes in (None, site.channels):
-        return
-    assert classes is not None
-    setattr(inserted, SITE, site.of_channels(classes))
-    if isinstance(inserted, SquareSoftmin):
-        inserted.set_num_classes(classes)
-
-
-def _keeps_width(old: nn.Module, new: nn.Module | None) -> list[tuple[nn.Module, int]]:
-    """The new layer and its width, where it replaces one that was widened for a pooling; refuses another width."""
-    width: int | None = old.__dict__.get(WIDTH)
-    inputs = getattr(new, "in_features", getattr(new, "in_channels", None))
-    if width is None or new is None or inputs is None:
-        return []
-    if inputs != width:
+def _marks(old: nn.Module, new: nn.Module | None) -> list[tuple[nn.Module, nn.Module, str]]:
+    """What the surgery noted on a layer, for the one that replaces it; refuses one that does not fit."""
+    width = old.__dict__.get(WIDTH)
+    inputs = getattr(new, "in_features", getattr(new, "in_channels", width))
+    if width is not None and inputs != width:
         raise ValueError(
             f"the inserted pooling returns {width} values and the new {type(new).__name__} reads {inputs}; build it "
             f"for {width}, or call deepsquare.unequip(model) before you replace the layer"
         )
-    return [(new, width)]
+    return [(old, new, mark) for mark in (CLASSES, WIDTH) if mark in old.__dict__ and new is not None]
+
+
+def _fit_classes(inserted: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Give what is inserted at the logits as many classes as the new classifier has."""
+    site: Site = inserted.__dict__[SITE]
+    classes = outputs_of(new)
+    if classes is None or classes == site.channels or outputs_of(old) != site.channels:
+        return
+    setattr(inserted, SITE, site.of_channels(classes))
+    if isinstance(inserted, SquareSoftmin):
+        inserted.set_num_classes(classes)
 
 
 def _restore_class(module: nn.Module) -> None:
@@ -305,7 +313,8 @@ def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
 def remove_inserted(model: nn.Module) -> None:
     """Remove all inserted modules; every module gets the class of the base model back."""
     for module in list(model.modules()):
-        module.__dict__.pop(WIDTH, None)
+        for mark in (CLASSES, WIDTH):
+            module.__dict__.pop(mark, None)
         for name in module.__dict__.get("deepsquare_inserted", ()):
             module._modules.pop(name, None)
         _restore_class(module)

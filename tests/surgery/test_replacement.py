@@ -78,7 +78,7 @@ def test_a_layer_of_a_container_is_replaced() -> None:
     model.eval()
     pooled = model.features(images()).mean((2, 3))
     torch.testing.assert_close(model(images()), -F.linear(pooled, *model.classifier[1].parameters(False)).square())
-    with pytest.raises(ValueError, match=r"classifier.1 has the inserted module softmin, which the new Sequential"):
+    with pytest.raises(ValueError, match=r"classifier.1 has an inserted SquareSoftmin, which the new Sequential"):
         model.classifier = nn.Sequential(nn.Linear(1280, 8), nn.ReLU(), nn.Linear(8, 3))
     assert len(model.classifier) == 2
 
@@ -102,13 +102,35 @@ def test_timms_reset_classifier(name: str) -> None:
         torch.testing.assert_close(seen[0].flatten(1), maps.square().mean((2, 3)))
     torch.testing.assert_close(output, -F.linear(seen[0], fc.weight, fc.bias).square())
     for pool in ("max", ""):
-        with pytest.raises(ValueError, match=r"has the inserted module pooling, which the new .* not a global average"):
+        with pytest.raises(ValueError, match=r"has an inserted SquarePooling, which the new .* not a global average"):
             model.reset_classifier(5, pool)
-    with pytest.raises(ValueError, match=r"softmin, which the new Identity cannot take over: it does not say its num"):
+    with pytest.raises(ValueError, match=r"SquareSoftmin, which the new Identity .* its number of classes"):
         model.reset_classifier(0)
     assert torch.equal(model(x), output)
     plain = create(f"timm/{name}", num_classes=6)
     assert list(ds.unequip(model).state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_1", "timm/dla34", "timm/resnetv2_18"])
+def test_a_classifier_with_layers_behind_it(name: str) -> None:
+    """A convolution, behind which the logits are pooled or flattened: there the softmin is."""
+    with torch.device("meta"):
+        model = parts(ds.equip(create(name), "softmin(scale='channel')"))
+    if name == "squeezenet1_1":
+        model.classifier[1] = nn.Conv2d(512, 5, 1, device="meta")
+    else:
+        model.reset_classifier(5)
+    assert [p.shape for k, p in model.named_parameters() if "root_scale" in k] == [(5,)]
+    assert model.eval()(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 5)
+    clone = copy.deepcopy(model)
+    if name != "squeezenet1_1":
+        with pytest.raises(ValueError, match="an inserted SquareSoftmin, which the new Identity cannot take over"):
+            model.reset_classifier(0)
+        clone.reset_classifier(7)
+        assert [p.shape for k, p in clone.named_parameters() if "root_scale" in k] == [(7,)]
+    assert [p.shape for k, p in model.named_parameters() if "root_scale" in k] == [(5,)]
+    assert [site.channels for site in ds.sites(model) if site.kind == "logits"] == [5]
+    assert not [v for m in ds.unequip(model).modules() for v in vars(m) if v.startswith("deepsquare")]
 
 
 def test_frozen_batch_normalization_keeps_the_excitation(tmp_path: Path) -> None:
@@ -136,11 +158,16 @@ def test_frozen_batch_normalization_keeps_the_excitation(tmp_path: Path) -> None
 
 
 REFUSED: dict[str, tuple[str, str, Callable[[], nn.Module | None], str]] = {
-    "no classes": ("softmin", "fc", nn.Identity, "fc has .* softmin, .* Identity cannot take over: it does not say"),
-    "none": ("softmin", "fc", lambda: None, "softmin, which None cannot take over"),
+    "no classes": (
+        "softmin",
+        "fc",
+        nn.Identity,
+        "fc has .* SquareSoftmin, .* Identity .*: it does not say",
+    ),
+    "none": ("softmin", "fc", lambda: None, "SquareSoftmin, which None cannot take over"),
     "a container": ("softmin", "fc", lambda: nn.Sequential(nn.Linear(128, 2)), "its children are other layers"),
     "another pooling": ("pooling", "pool", lambda: nn.AdaptiveMaxPool2d(1), "pool has .* not a global average"),
-    "what contains it": ("square(after='layer2.conv')", "layer2", nn.ReLU, "square, which the new ReLU cannot"),
+    "what contains it": ("square(after='layer2.conv')", "layer2", nn.ReLU, "EleSquare, which the new ReLU cannot"),
     "too narrow": ("bilinear(size=8)", "fc", lambda: nn.Linear(128, 2), "returns 64 values.* reads 128"),
 }
 
