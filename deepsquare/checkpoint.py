@@ -84,6 +84,10 @@ def save(
             f"the kwargs {header.kwargs} of {header.name} cannot be stored: {error}. Build the model with numbers, "
             "strings and booleans only"
         ) from error
+    if missing := next((key for key, value in model.state_dict().items() if value.is_meta), None):
+        raise ValueError(
+            f"{type(model).__name__} has no weights to save: {missing} is on the meta device; load them first"
+        )
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     first = {value.untyped_storage().data_ptr(): key for key, value in reversed(tensors.items())}
     for key, value in tensors.items():
