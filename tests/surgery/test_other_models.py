@@ -190,7 +190,20 @@ def test_of_several_outputs_the_logits_are_found(network: type[Features], nested
         torch.testing.assert_close(model(x)[0], (-before.square()).softmax(1))
         assert torch.is_tensor(model.train()(x))
     ds.equip(ds.unequip(model), "pooling+excitation", input_shape=(3, 16, 16))
-    assert logits_of(model.train()(x) if network is not Probabilities else (0, model.train()(x))).requires_grad
+    output = model(x)
+    torch.autograd.backward(logits_of(output).square().sum())
+    assert all(p.grad is not None for key, p in model.named_parameters() if "deepsquare_" in key)
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1)])
+def test_logits_are_before_a_softmax_at_the_end(last: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(3, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4), last).eval()
+    x = images(size=16)
+    expected = last(-model[:4](x).square())
+    ds.equip(model, "softmin", input_shape=(3, 16, 16))
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(ds.fold(model)(x), expected)
 
 
 class TwoHeads(Features):
