@@ -32,7 +32,7 @@ def recalibrate_batchnorm(model: Model, batches: Iterable[Tensor | Sequence[Tens
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     before = [(norm, norm.momentum, [b.clone() for b in norm.buffers(recurse=False)]) for norm in norms]
     modes = [(module, module.training) for module in model.modules()]
-    device, count, complete = float_tensor(model).device, 0, False
+    device, empty, complete = float_tensor(model).device, True, False
     try:
         model.eval()
         for norm in norms:
@@ -40,8 +40,8 @@ def recalibrate_batchnorm(model: Model, batches: Iterable[Tensor | Sequence[Tens
             norm.momentum = None  # the cumulative average
         for batch in batches:
             model(_images_of(batch).to(device))
-            count += 1
-        complete = count > 0
+            empty = False
+        complete = not empty
     finally:
         for module, training in modes:
             module.training = training

@@ -98,7 +98,9 @@ def test_a_pooling_behind_the_classifier_is_no_site() -> None:
     counts = [(kinds(m, (3, 16, 16))["pooling"], kinds(m, (3, 16, 16))["logits"]) for m in (classifier, features)]
     assert counts == [(0, 1), (1, 0)]
     assert kinds(normalized, (3, 16, 16))["pooling"] == 1
+    assert "if these are the classes, set model.num_classes = 5" in ds.sites(normalized, (3, 16, 16)).missing["logits"]
     normalized.num_classes = 5  # type: ignore[assignment]
+    assert kinds(normalized, (3, 16, 16))["logits"] == 1
     assert ds.sites(normalized, (3, 16, 16)).missing["pooling"] == (
         "its global average pooling comes after the classifier"
     )
