@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from deepsquare.surgery import unwrap
 from deepsquare.surgery.inputs import float_tensor
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -25,21 +26,22 @@ def recalibrate_batchnorm(model: Model, batches: Iterable[Tensor | Sequence[Tens
         batches: image tensors, or tuples that start with one, such as those of a ``DataLoader``; moved to the model's
             device. A few thousand training images suffice.
     """
+    unwrap(model)  # refuses what is no model
     if isinstance(batches, Tensor):
         raise TypeError("batches is one tensor; expected an iterable of batches, as [images] or a DataLoader")
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     before = [(norm, norm.momentum, [b.clone() for b in norm.buffers(recurse=False)]) for norm in norms]
     modes = [(module, module.training) for module in model.modules()]
-    device, count, complete = float_tensor(model).device, 0, False
+    device, empty, complete = float_tensor(model).device, True, False
     try:
         model.eval()
         for norm in norms:
             norm.train(True).reset_running_stats()
             norm.momentum = None  # the cumulative average
         for batch in batches:
-            model((batch if isinstance(batch, Tensor) else batch[0]).to(device))
-            count += 1
-        complete = count > 0
+            model(_images_of(batch).to(device))
+            empty = False
+        complete = not empty
     finally:
         for module, training in modes:
             module.training = training
@@ -51,3 +53,12 @@ def recalibrate_batchnorm(model: Model, batches: Iterable[Tensor | Sequence[Tens
     if not complete:
         raise ValueError("batches is empty; recalibration needs at least one batch")
     return model
+
+
+def _images_of(batch: Tensor | Sequence[Tensor]) -> Tensor:
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if not isinstance(first, Tensor):
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}; expected a tensor of images, or a tuple or list that starts with one"
+        )
+    return first

@@ -102,8 +102,12 @@ def save(
             f"the kwargs {header.kwargs} of {header.name} cannot be stored: {error}. Build the model with numbers, "
             "strings and booleans only"
         ) from error
-    state = model.state_dict()
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items() if not is_spec_key(key)}
+    state = {key: value for key, value in model.state_dict().items() if not is_spec_key(key)}
+    if missing := next((key for key, value in state.items() if value.is_meta), None):
+        raise ValueError(
+            f"{type(model).__name__} has no weights to save: {missing} is on the meta device; load them first"
+        )
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     first = {value.untyped_storage().data_ptr(): key for key, value in reversed(tensors.items())}
     for key, value in tensors.items():
         if first[value.untyped_storage().data_ptr()] != key:  # a tensor that two keys share

@@ -78,6 +78,12 @@ def test_a_failure_leaves_the_model_as_it_was() -> None:
         ds.recalibrate_batchnorm(model, [])
     with pytest.raises(TypeError, match=r"^batches is one tensor; expected an iterable of batches, as \[images\]"):
         ds.recalibrate_batchnorm(model, BATCHES[0])
+    wrong: tuple[Any, ...] = ({"image": BATCHES[0]}, [], ([BATCHES[0]], 0))
+    for batch in wrong:
+        with pytest.raises(TypeError, match=r"^a batch is a (dict|list|tuple); expected a tensor of images, or"):
+            ds.recalibrate_batchnorm(model, [batch])
+    with pytest.raises(TypeError, match=r"^expected a model \(nn.Module\), got 'resnet18'$"):
+        ds.recalibrate_batchnorm("resnet18", BATCHES)  # type: ignore[type-var]
     assert same_state(model, before)
     assert (model.training, model.bn.momentum) == (True, 0.3)
 

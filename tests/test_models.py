@@ -74,6 +74,23 @@ def test_wrong_arguments_are_named(name: str) -> None:
         create_model(name, bogus=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("resnet18", "timm's network takes other arguments: 'timm/resnet18'"),
+        ("squeezenet1_1", "Build the model without in_chans, replace its first convolution, then call deep.*"),
+    ],
+)
+def test_input_channels_for_torchvision(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^torchvision's {name} could not be built .*'in_chans'\. {hint}$"):
+        create_model(name, "pooling", in_chans=1)
+
+
+def test_input_channels_for_timm() -> None:
+    model = create_model("timm/test_resnet", "pooling", in_chans=1, num_classes=3)
+    assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 3)
+
+
 @pytest.mark.parametrize("name", ["resnet18", "torchvision/resnet18"])
 def test_unknown_weights_are_answered_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} has no weights 'NOPE'; torchvision has IMAGENET1K_V1, DEFAULT$"):

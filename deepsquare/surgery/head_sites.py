@@ -57,9 +57,14 @@ def _no_classifier(model: nn.Module, graph: Graph) -> str:
     shape = next((n.shape for n in outputs if len(n.shape) == len(output.shape) and not _is_vector(n)), None)
     if shape is not None:
         return f"the output has shape (N, {', '.join(map(str, shape[1:]))}), not one value per class"
-    embedding = pool is not None and _is_pooled(graph, pool) and not _pools_logits(model, graph, pool)
-    if embedding or getattr(model, "num_classes", None) == 0:  # timm's, where a layer may follow the pooling
-        return "the output is an embedding, which no classifier follows"
+    if getattr(model, "num_classes", None) == 0:  # timm's, where a layer may follow the pooling
+        return "the output is an embedding (num_classes=0), not one value per class"
+    if pool is not None and _is_pooled(graph, pool) and not _pools_logits(model, graph, pool):
+        width = math.prod(pool.shape[1:])
+        return (
+            f"the output is an embedding, the pooled values of {width} channels; if these are the classes, set "
+            f"model.num_classes = {width}"
+        )
     return ""
 
 

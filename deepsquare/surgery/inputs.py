@@ -88,5 +88,5 @@ def _depends_on_values(model: nn.Module, op: str) -> str:
     part = f"model.{largest}" if largest and 2 * counts[largest] > convolutions(model) else "model.PART"
     return (
         f"the forward of {type(model).__name__} cannot be traced, since it depends on the values of its input ({op}). "
-        f"Equip a part of it that does not: equip({part}, spec, input_shape={_axes(model)})"
+        f"Equip (or fold) a part of it that does not: equip({part}, spec, input_shape={_axes(model)})"
     )

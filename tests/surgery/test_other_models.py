@@ -1,13 +1,16 @@
 """Models that are no plain classifiers: embeddings, several outputs, detection, segmentation, video."""
 
+import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.models import Block, create, images, square_pooled
+from helpers.models import Block, copied_state, create, images, same_state, square_pooled
 from torch import Tensor, nn
 
 import deepsquare as ds
@@ -95,7 +98,9 @@ def test_a_pooling_behind_the_classifier_is_no_site() -> None:
     counts = [(kinds(m, (3, 16, 16))["pooling"], kinds(m, (3, 16, 16))["logits"]) for m in (classifier, features)]
     assert counts == [(0, 1), (1, 0)]
     assert kinds(normalized, (3, 16, 16))["pooling"] == 1
+    assert "if these are the classes, set model.num_classes = 5" in ds.sites(normalized, (3, 16, 16)).missing["logits"]
     normalized.num_classes = 5  # type: ignore[assignment]
+    assert kinds(normalized, (3, 16, 16))["logits"] == 1
     assert ds.sites(normalized, (3, 16, 16)).missing["pooling"] == (
         "its global average pooling comes after the classifier"
     )
@@ -186,8 +191,21 @@ def test_of_several_outputs_the_logits_are_found(network: type[Features], nested
     if network is Probabilities:
         torch.testing.assert_close(model(x)[0], (-before.square()).softmax(1))
         assert torch.is_tensor(model.train()(x))
-    ds.equip(ds.unequip(model), "pooling+excitation+encoding", input_shape=(3, 16, 16))
-    assert logits_of(model.train()(x) if network is not Probabilities else (0, model.train()(x))).requires_grad
+    ds.equip(ds.unequip(model), "pooling+excitation", input_shape=(3, 16, 16))
+    output = model(x)
+    torch.autograd.backward(logits_of(output).square().sum())
+    assert all(p.grad is not None for key, p in model.named_parameters() if "deepsquare_" in key)
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1)])
+def test_logits_are_before_a_softmax_at_the_end(last: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(3, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4), last).eval()
+    x = images(size=16)
+    expected = last(-model[:4](x).square())
+    ds.equip(model, "softmin", input_shape=(3, 16, 16))
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(ds.fold(model)(x), expected)
 
 
 class TwoHeads(Features):
@@ -232,3 +250,101 @@ def test_auxiliary_outputs_in_training_mode() -> None:
     assert type(output).__name__ == "GoogLeNetOutputs"
     assert bool((output.logits <= 0).all())
     assert not bool((output.aux_logits1 <= 0).all())
+
+
+# Models that need another input, or cannot be traced.
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "size"),
+    [("test_resnet", 1, 160), ("test_resnet", 3, 160), ("test_resnet", 4, 160), ("tresnet_m", 3, 224)],
+)
+def test_the_input_of_timms_networks(name: str, channels: int, size: int) -> None:
+    with torch.device("meta"):
+        model = create(f"timm/{name}", in_chans=channels)  # TResNet's first convolution reads 4×4 positions as channels
+    assert ds.sites(model).input_shape == (channels, size, size)
+
+
+def test_larger_images_are_tried_where_the_usual_ones_are_too_small() -> None:
+    stem = nn.Conv2d(3, 8, 3, 64)
+    model = nn.Sequential(stem, nn.Conv2d(8, 8, 5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    assert ds.sites(model).input_shape == (3, 320, 320)
+
+
+class TwoInputs(Features):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.pool(self.block(x)).flatten(1)) * scale
+        return out
+
+
+class DictInput(Features):
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.linear(self.pool(self.block(x["image"])).flatten(1))
+        return out
+
+
+class Branches(Features):
+    """As a detector, which selects boxes by their scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.block(x)
+        out: Tensor = self.linear(self.pool(maps)[maps.mean((1, 2, 3)) > 0].flatten(1))
+        return out
+
+
+class Lock(Features):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            TwoInputs,
+            r"missing 1 required .*\. If it takes anything else than one tensor, equip a part of it that takes",
+        ),
+        (DictInput, r"If it takes anything else than one tensor, equip a part of it that takes one$"),
+        (Branches, r"^the forward of Branches cannot be traced, .*\(aten.nonzero.*\)\. .*: equip\(model.block, spec,"),
+        (Lock, r"^Lock cannot be copied, .*Make copy.deepcopy\(model\) work, or equip the part of it that can"),
+    ],
+)
+def test_what_cannot_be_traced_says_what_to_do(model: type[Features], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        ds.equip(model(), "pooling")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [224, (3, 224.0, 224), "224"])
+def test_an_input_shape_that_is_none_is_named(shape: Any) -> None:
+    message = rf"^input_shape is {re.escape(repr(shape))}; expected \(channels, height, width\) as integers, without"
+    for call in (ds.sites, ds.cost):
+        with pytest.raises(TypeError, match=message):
+            call(create("resnet18"), shape)
+
+
+@pytest.mark.parametrize("spec", ["se", "gsop1", "isqrt_cov", "fisher", "ge_theta"])
+def test_terms_for_maps_name_those_that_take_signals(spec: str) -> None:
+    model = create("signal")
+    before = copied_state(model)
+    with pytest.raises(
+        ValueError, match=rf"^the term {spec[:4]}.* gives .* terms take maps of any shape: pooling, soft"
+    ):
+        ds.equip(model, spec, input_shape=(2, 64))
+    assert same_state(model, before)
+
+
+def test_data_parallel_inside_a_model() -> None:
+    features = nn.DataParallel(Block(3, 8, 2))
+    model = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    x = images(size=16)
+    expected = -model[3](square_pooled(features(x))).square()
+    torch.testing.assert_close(ds.equip(model, "pooling+softmin", input_shape=(3, 16, 16))(x), expected)
+
+
+def test_a_model_without_weights_is_equipped_but_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = ds.create_model("resnet18", "excitation")
+    with pytest.raises(ValueError, match=r"^ResNet has no weights to save: conv1.weight is on the meta device"):
+        ds.save(model, tmp_path / "model.safetensors")
