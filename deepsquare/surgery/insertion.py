@@ -97,6 +97,8 @@ def dynamic_subclass(mixin: type[DynamicSubclass], base: type[nn.Module]) -> typ
     """The subclass of ``mixin`` and ``base`` with the name of ``base``; one for all modules of that class."""
     if (mixin, base) not in _classes:
         names = {"deepsquare_mixin": mixin, "deepsquare_base": base, "__module__": base.__module__}
+        # The name in the graphs of torch.jit.trace: pnnx takes a module for the base class by the name alone.
+        names["_jit_override_qualname"] = f"__torch__.deepsquare.{base.__module__}.{base.__qualname__}"
         _classes[mixin, base] = type(base.__name__, (mixin, base), {**names, "__doc__": base.__doc__})
     return _classes[mixin, base]
 

@@ -67,6 +67,14 @@ def test_traced_by_jit(spec: str, init: str, grad: bool) -> None:
         check_near(torch.jit.load(file)(x), model(x))  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_traced_module_with_inserted_ones_has_a_name_of_its_own() -> None:
+    """pnnx replaces the modules that have the names of torch's by its own, without what they contain."""
+    traced = torch.jit.trace(equipped("pooling+excitation"), images(2, 32))  # type: ignore[no-untyped-call]
+    names = [getattr(traced.layer1, "0").get_submodule(path)._c._type().qualified_name() for path in ("bn1", "bn2")]
+    assert ["deepsquare" in name for name in names] == [False, True]  # the excitation is at the second
+
+
 @pytest.mark.parametrize(("spec", "init"), [case for case in CASES if case[0] not in WITHOUT])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -84,7 +92,7 @@ def test_the_older_onnx_exporter(spec: str, init: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # coremltools warns of versions that it was not tested with
 def test_core_ml(spec: str, init: str) -> None:
     """Converted only: Core ML runs on macOS."""
-    coremltools = pytest.importorskip("coremltools", reason="coremltools is not in the extra dev")
+    coremltools = pytest.importorskip("coremltools", reason="comes with ExecuTorch, in deepsquare[export]")
     x = images(2, 64)
     traced = torch.jit.trace(equipped(spec, init, "timm/test_resnet", 64), x)  # type: ignore[no-untyped-call]
     inputs = [coremltools.TensorType("images", shape=x.shape)]
