@@ -25,7 +25,8 @@ from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from deepsquare.surgery import PREFIX, EquipRecord, Site, equip, equip_record, format_spec, parse_spec
 from deepsquare.surgery.head import set_dropout
 from deepsquare.surgery.inputs import float_tensor
-from deepsquare.surgery.insertion import add_beta, insert
+from deepsquare.surgery.insertion import add_beta, insert, remove_inserted
+from deepsquare.surgery.spec_key import add_spec_key, remove_spec_key
 
 __all__: list[str] = []  # timm's register_model adds each name
 
@@ -58,8 +59,10 @@ class KeepsTechniques(nn.Module):
             _check_head(full, global_pool)
         pool, fc = create_classifier(self.num_features, num_classes, pool_type=global_pool)
         if pool.pool_type != self.global_pool.pool_type:
+            remove_inserted(self.global_pool)  # else the old pooling would ask the new one to take its techniques over
             self.global_pool = pool.train(self.training)
         anchor = float_tensor(self)
+        remove_inserted(self.fc)
         self.fc = fc.to(anchor.device, anchor.dtype).train(self.training)
         self.num_classes = num_classes
         config: ModelConfig | None = getattr(self, "deepsquare_config", None)
@@ -68,6 +71,11 @@ class KeepsTechniques(nn.Module):
             self.deepsquare_config = replace(config, kwargs={**config.kwargs, **head})
         if full is not None:
             self.deepsquare_record = _fill_head(self, full)
+            remove_spec_key(self)
+            if not isinstance(
+                self.deepsquare_record, HeadRecord
+            ):  # features take the weights of a classifier of any spec
+                add_spec_key(self, full.spec)
 
 
 def _check_head(record: EquipRecord, global_pool: str) -> None:
@@ -124,6 +132,16 @@ def _fill_head(model: KeepsTechniques, full: EquipRecord) -> EquipRecord:
 
 class ResNet(KeepsTechniques, timm_resnet.ResNet):
     """timm's ResNet, whose weights have torchvision's names."""
+
+    STAGES = ("layer1", "layer2", "layer3", "layer4")
+
+    def prune_intermediate_layers(self, indices: int | list[int] = 1, *args: Any, **kwargs: Any) -> list[int]:
+        """Remove the stages behind the last of ``indices``, and the head; returns the indices from the first stage."""
+        _, last = feature_take_indices(1 + len(self.STAGES), indices)  # of the stem and the stages
+        for name in self.STAGES[last:]:
+            remove_inserted(getattr(self, name))
+        kept: list[int] = super().prune_intermediate_layers(indices, *args, **kwargs)
+        return kept
 
 
 class ShuffleNetV2(KeepsTechniques, torchvision.models.ShuffleNetV2):  # type: ignore[misc]  # torchvision has no types
@@ -201,10 +219,10 @@ class ShuffleNetV2(KeepsTechniques, torchvision.models.ShuffleNetV2):  # type: i
     ) -> list[int]:
         """Remove the stages behind the last of ``indices``, and the head; returns the indices from the first stage."""
         taken, last = feature_take_indices(len(self.STAGES), indices)
-        for name in self.STAGES[last + 1 :]:
+        for name in (*self.STAGES[last + 1 :], *(["conv5"] if prune_head else [])):
+            remove_inserted(getattr(self, name))
             setattr(self, name, nn.Identity())
         if prune_head:
-            self.conv5 = nn.Identity()
             self.reset_classifier(0, "")
         kept: list[int] = taken
         return kept

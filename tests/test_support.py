@@ -1,7 +1,6 @@
 """The support matrix: its rows are complete, its page is made of them, and small models confirm them here and now."""
 
 import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docs"))  # support_matrix.py imports its neighbor
     spec = importlib.util.spec_from_file_location("support_matrix", ROOT / "docs" / "support_matrix.py")
     assert spec is not None
     assert spec.loader is not None

@@ -137,7 +137,7 @@ def test_frozen_batch_normalization_keeps_the_excitation(tmp_path: Path) -> None
     model = create("resnet18", zero_init_residual=True)
     parts(model).fc = nn.Linear(512, 3)
     x = images(2, 32)
-    tuned(recalibrate_batchnorm(equip_quietly(model, "excitation"), images(4, 32)))
+    tuned(recalibrate_batchnorm(equip_quietly(model, "excitation"), [images(4, 32)])).eval()
     expected, state = model(x), copied_state(model)
     timm.utils.freeze(model)
     assert isinstance(model.get_submodule("layer1.0.bn2"), FrozenBatchNorm2d)
