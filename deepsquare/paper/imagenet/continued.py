@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepsquare.checkpoint import save
+from deepsquare.checkpoint import RunInfo, save
 from deepsquare.data.folders import open_source
 from deepsquare.models import create_model
 from deepsquare.paper.grid.backend import LOCAL, Workers
@@ -21,6 +21,7 @@ from deepsquare.paper.grid.runner import TrainingRun, run_grid
 from deepsquare.paper.imagenet.pretrained import MODEL, SHA256, WeightsFile, imagenet_classes, load_pretrained
 from deepsquare.paper.imagenet.proxy import BATCH_SIZE, ImageFolderTraining, model_path, recipe_of
 from deepsquare.paper.options import OUT, ImageFolders, OutputFolders, Rows, check_selection
+from deepsquare.preprocessing import preprocessing_of
 from deepsquare.results import Row, Store
 from deepsquare.surgery import INITS, Init
 from deepsquare.training import ImageNetRecipe
@@ -126,11 +127,11 @@ def _lite0(data: Path, store: Store, weights: Path | None) -> Path:
     """EfficientNet-Lite0 with those outputs of ImageNet that belong to the classes of the data."""
     path = store.path.parent / ".runs" / f"{row_of(MODEL)}-{SHA256[:12]}.safetensors"
     if not path.exists():
-        source = load_pretrained(weights=weights).state_dict()
-        classes = imagenet_classes(open_source(data, "val").classes)
+        source, names = load_pretrained(weights=weights).state_dict(), open_source(data, "val").classes
+        classes = imagenet_classes(names)
         model = create_model(MODEL, num_classes=len(classes))
         state = {key: value[classes] if key.startswith("classifier.") else value for key, value in source.items()}
         model.load_state_dict(state)
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(model, path)
+        save(model, path, preprocessing_of(model, 224, 224, names), run=RunInfo(row_of(MODEL), 0))
     return path
