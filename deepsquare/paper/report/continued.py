@@ -35,7 +35,7 @@ def before_training(rows: Sequence[Row]) -> dict[str, Any] | None:
         if all(starts):
             accuracies = [f"{100 * found['accuracy']:.2f}" for found in starts if found]
             error = starts[1]["max_rel_error"] if starts[1] else None
-            table.append([title, *accuracies, "–" if error is None else f"{error:.0e}"])
+            table.append([title, *accuracies, "–" if error is None else f"{error:.0e}" if error else "0"])
     headings = ["Technique", "As in the paper", "Identity", "Largest difference of a logit, relative"]
     return {"headings": headings, "table": table, "base": f"{100 * base['accuracy']:.2f}"}
 
