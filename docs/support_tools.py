@@ -11,10 +11,10 @@ For every term that a model has a site for, on random images, in evaluation mode
 
 from __future__ import annotations
 
-import copy
-import io
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,13 +47,13 @@ def check_tools(model: nn.Module, present: Sites, images: Tensor, terms: list[st
         outcomes["identity"][term] = outcome(identity, model, images, before, term)
         if term not in PAPER_TERMS:
             continue
-        equipped = ds.equip(copy.deepcopy(model), term, init="identity", input_shape=images.shape[1:])
-        halfway(equipped)
-        with torch.no_grad():
-            expected = logits_of(equipped(images))
-        for column, check in TRACERS.items():
-            taken = bases[column] == "works"
-            outcomes[column][term] = outcome(check, equipped, images, expected) if taken else NOT_THE_BASE
+        with equipped(model, term, images):
+            halfway(model)
+            with torch.no_grad():
+                expected = logits_of(model(images))
+            for column, check in TRACERS.items():
+                taken = bases[column] == "works"
+                outcomes[column][term] = outcome(check, model, images, expected) if taken else NOT_THE_BASE
     return outcomes
 
 
@@ -92,15 +92,30 @@ def halfway(model: nn.Module) -> None:
                 parameter.fill_(0.1)
 
 
+@contextmanager
+def equipped(model: nn.Module, term: str, images: Tensor) -> Iterator[None]:
+    """Equip the model in place for a while: the largest take gigabytes."""
+    ds.equip(model, term, init="identity", input_shape=images.shape[1:])
+    try:
+        yield
+    finally:
+        ds.unequip(model)
+
+
 def identity(model: nn.Module, images: Tensor, before: Tensor, term: str) -> str | None:
     """Why the model does not start at the identity, if so."""
-    equipped = ds.equip(copy.deepcopy(model), term, init="identity", input_shape=images.shape[1:])
-    own = {name: parameter for name, parameter in equipped.named_parameters() if PREFIX in name}
+    with equipped(model, term, images):
+        return learns_from_the_identity(model, images, before)
+
+
+def learns_from_the_identity(model: nn.Module, images: Tensor, before: Tensor) -> str | None:
+    """Two training steps of β and of the modules' own parameters; what is wrong with them, if anything."""
+    own = {name: parameter for name, parameter in model.named_parameters() if PREFIX in name}
     betas = {name for name in own if name.endswith(".beta")}
-    optimizer = torch.optim.SGD(own.values(), lr=1e-3)
+    optimizer = torch.optim.Adam(own.values(), lr=1e-3)  # its steps do not vanish with the gradients
     for step in range(2):
         optimizer.zero_grad()
-        logits = logits_of(equipped(images))
+        logits = logits_of(model(images))
         if step == 0:
             error = float((logits.detach() - before).abs().max() / before.abs().max())
             if not error <= LIMIT:
@@ -121,10 +136,9 @@ def symbolic(model: nn.Module, images: Tensor, expected: Tensor) -> str | None:
 
 def traced(model: nn.Module, images: Tensor, expected: Tensor) -> str | None:
     """Why torch.jit.trace does not take the model, if so."""
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.trace(model, images, check_trace=False, strict=False), file)  # type: ignore[no-untyped-call]
-    file.seek(0)
-    return compare(torch.jit.load(file), images, expected)  # type: ignore[no-untyped-call]
+    with tempfile.NamedTemporaryFile() as file:
+        torch.jit.save(torch.jit.trace(model, images, check_trace=False, strict=False), file.name)  # type: ignore[no-untyped-call]
+        return compare(torch.jit.load(file.name), images, expected)  # type: ignore[no-untyped-call]
 
 
 TRACERS = {"fx": symbolic, "trace": traced}
