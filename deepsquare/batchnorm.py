@@ -42,6 +42,14 @@ def recalibrate_batchnorm(model: Model, batches: Iterable[Tensor | Sequence[Tens
             model(_images_of(batch).to(device))
             empty = False
         complete = not empty
+        broken = [norm for norm in norms if not all(bool(b.isfinite().all()) for b in norm.buffers(recurse=False))]
+        if broken:
+            complete = False
+            name = next(name for name, module in model.named_modules() if module is broken[0])
+            raise ValueError(
+                f"the statistics of {len(broken)} layers, first {name}, are not finite with these batches: an image or "
+                "an activation overflows; the model keeps its old statistics"
+            )
     finally:
         for module, training in modes:
             module.training = training
@@ -61,4 +69,6 @@ def _images_of(batch: Tensor | Sequence[Tensor]) -> Tensor:
         raise TypeError(
             f"a batch is a {type(batch).__name__}; expected a tensor of images, or a tuple or list that starts with one"
         )
+    if not first.is_floating_point():
+        raise TypeError(f"the images are of type {first.dtype}; expected floating point, normalized as for training")
     return first

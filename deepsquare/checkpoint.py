@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import warnings
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -26,17 +27,20 @@ from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import (
     PREFIX,
+    TECHNIQUES,
     Init,
     equip_record,
     fold,
     intact_record,
     is_folded,
     is_spec_key,
+    parse_spec,
     refuse_sharded,
     sites,
     spec_key,
     unwrap,
 )
+from deepsquare.surgery.insertion import BETA
 
 logger = logging.getLogger("deepsquare")
 PathLike = str | os.PathLike[str]
@@ -148,7 +152,7 @@ def load(path: PathLike, spec: str | None = None, init: Init | None = None) -> n
     for key, value in (*model.named_parameters(), *model.named_buffers()):
         if key in tensors:
             value.data = value.data.to(tensors[key].dtype)
-    _fill(model, tensors, path, header)
+    _fill(model, tensors, path, header, {term.name for term in parse_spec(header.spec)})
     return model
 
 
@@ -158,8 +162,8 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
     header = read_header(path)
-    tensors = _take_spec(load_file(path), model, path, header)
-    return _fill(unwrap(model), tensors, path, header)
+    tensors, terms = _take_spec(load_file(path), model, path, header)
+    return _fill(unwrap(model), tensors, path, header, terms)
 
 
 def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
@@ -173,7 +177,7 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
         header, tensors = NO_HEADER, _read_state_dict(path)
     else:
         header, tensors = read_header(path), load_file(path)
-    tensors = _take_spec(tensors, model, path, header)
+    tensors, terms = _take_spec(tensors, model, path, header)
     expected = model.state_dict()
     # torchvision sets the auxiliary classifiers that a model is built without to None.
     if left_out := [key for key in tensors if getattr(model, key.split(".")[0], "") is None]:
@@ -187,18 +191,22 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
         if anew := [key for key in other if key.startswith(classifier) and (key in tensors or PREFIX not in key)]:
             logger.warning("%s: another classifier; initialized anew: %s", path, ", ".join(sorted(anew)))
             tensors |= {key: expected[key] for key in anew}
-    return _fill(model, tensors, path, header)
+    return _fill(model, tensors, path, header, terms)
 
 
-def _take_spec(tensors: dict[str, Tensor], model: nn.Module, path: PathLike, header: Header) -> dict[str, Tensor]:
-    """The tensors without the key that names a spec; warns if that is another one than the model's."""
+def _take_spec(
+    tensors: dict[str, Tensor], model: nn.Module, path: PathLike, header: Header
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The tensors without the key that names a spec, and its terms; warns if it is another one than the model's."""
     record = equip_record(model)
     spec = record.spec if record else ""
     named = [key for key in tensors if is_spec_key(key)]  # by save_file or save_model of safetensors
     stored = [spec_key(header.spec)] if header.spec else [key.rpartition(".")[2] for key in named]
     if stored and stored != [spec_key(spec)]:  # not each has keys of its own
         logger.warning("%s holds a model with spec %r; this one has spec %r", path, header.spec or stored[0], spec)
-    return {key: value for key, value in tensors.items() if key not in named}
+    terms = {term.name for term in parse_spec(header.spec)}
+    terms |= {name for name in TECHNIQUES for key in stored if re.search(rf"_{name}(_|$)", key)}
+    return {key: value for key, value in tensors.items() if key not in named}, terms
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -217,13 +225,28 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
     return {key.removeprefix("module."): value for key, value in state.items()}  # of DistributedDataParallel
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header) -> list[str]:
-    """Load ``tensors`` into ``model``, all or none; return the keys that the file lacks."""
-    expected = model.state_dict()
+def _add_betas(tensors: dict[str, Tensor], model: nn.Module, path: PathLike, terms: set[str]) -> dict[str, Tensor]:
+    """With β = 1 for the modules of a file without β: it was trained with them as the paper's."""
+    record, full = equip_record(model), {}
+    for key, value in model.state_dict().items():
+        module, _, name = key.rpartition(".")
+        if name == BETA and key not in tensors and module.rpartition(PREFIX)[2] in terms:
+            full[key] = torch.ones_like(value)
+    if full and record is not None and record.init == "anneal":
+        raise ValueError(
+            f"{path} was trained with its modules as the paper's (init='paper'), and annealing starts without them; "
+            "load it into a model with init='paper', or 'identity' to let it learn how far they act"
+        )
+    return tensors | full
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header, terms: set[str]) -> list[str]:
+    """Load ``tensors`` into ``model``, all or none; return the keys that the file, with these terms, lacks."""
+    tensors, expected = _add_betas(tensors, model, path, terms), model.state_dict()
     for key in filter(is_spec_key, list(expected)):
         del expected[key]
-    new = [key for key in expected if key not in tensors and PREFIX in key]
-    problems = [f"{key} is missing" for key in expected if key not in tensors and PREFIX not in key]
+    new = [key for key in expected if key not in tensors and PREFIX in key and not header.folded]
+    problems = [f"{key} is missing" for key in expected if key not in tensors and key not in new]
     problems += [f"{key} is not part of the model" for key in tensors if key not in expected]
     problems += [
         f"{key} is {tuple(tensors[key].shape)} in the file, {tuple(value.shape)} in the model"
@@ -234,10 +257,10 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         listed = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         name = header.name or "a model without a name"
         raise ValueError(
-            f"{path} does not fit {_describe(model)}: {listed}. The file holds {name} with spec {header.spec!r} and "
-            f"kwargs {header.kwargs}: build and equip the model as it was saved, with later changes, and use "
-            "deepsquare.load_weights; load weights of a base model before equipping it with a technique that widens "
-            "its classifier"
+            f"{path} does not fit {_describe(model)}: {listed}. The file holds {name} with spec {header.spec!r}, "
+            f"init={header.init!r} and kwargs {header.kwargs}: build and equip the model as it was saved, with later "
+            "changes, and use deepsquare.load_weights; load weights of a base model before equipping it with a "
+            "technique that widens its classifier"
         )
     before = copy.deepcopy(expected)
     state = OrderedDict(tensors)
@@ -248,9 +271,10 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         model.load_state_dict(before)
         raise ValueError(f"{path}: {error}") from error
     if new:
+        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
         logger.warning(
-            "%s: loaded %d tensors; new in %s and left at their initial values: %s",
-            path, len(tensors), _describe(model), ", ".join(new),
+            "%s: loaded %d tensors; new in %s and left at their initial values: %s%s",
+            path, len(tensors), _describe(model), ", ".join(new[:4]), more,
         )  # fmt: skip
     return new
 
@@ -259,7 +283,9 @@ def read_header(path: PathLike) -> Header:
     """The header of a checkpoint; for a safetensors file of another program, one without name, spec and kwargs."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}; expected a .safetensors file or the folder of a run")
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; expected a file, for a run {path / 'model.safetensors'}")
+        raise FileNotFoundError(f"no checkpoint at {path}; expected a .safetensors file")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

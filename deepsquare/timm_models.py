@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from deepsquare.models import NETWORKS, ModelConfig
 from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from deepsquare.surgery import PREFIX, EquipRecord, Site, equip, equip_record, format_spec, parse_spec
+from deepsquare.surgery import PREFIX, EquipRecord, Init, Site, equip, equip_record, format_spec, parse_spec
 from deepsquare.surgery.head import set_dropout
 from deepsquare.surgery.inputs import float_tensor
 from deepsquare.surgery.insertion import add_beta, insert, remove_inserted
@@ -285,12 +285,14 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _build(name: str, spec: str, num_classes: int = 1000, global_pool: str = "avg", **kwargs: Any) -> nn.Module:
+def _build(
+    name: str, spec: str, num_classes: int = 1000, global_pool: str = "avg", init: Init = "paper", **kwargs: Any
+) -> nn.Module:
     """The network with ``spec``, equipped as a classifier: without one its head has not the sites of all terms."""
     model = BUILDERS[name](num_classes=num_classes or 1, **kwargs)
     kwargs = {"num_classes": model.num_classes, "global_pool": "avg", **kwargs}
     model.deepsquare_config = ModelConfig(f"timm/{timm_name(name, '')}", kwargs)
-    equip(model, spec)
+    equip(model, spec, init=init)
     if (num_classes, global_pool) != (model.num_classes, "avg"):
         model.reset_classifier(num_classes, global_pool)
     return model

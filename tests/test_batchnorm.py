@@ -104,3 +104,14 @@ def test_equip_warns_of_the_statistics_of_a_trained_model(spec: str) -> None:
     ds.equip(ds.unequip(trained), spec, init="identity", input_shape=shape)
     ds.equip(ds.unequip(trained), "pooling+excitation", input_shape=shape)
     ds.equip(create("cifar"), spec, input_shape=shape)
+
+
+def test_statistics_that_are_not_finite_are_refused_and_undone() -> None:
+    model = create("cifar")
+    before = copied_state(model)
+    with pytest.raises(ValueError, match=r"statistics of \d+ layers, first \S+, are not finite"):
+        ds.recalibrate_batchnorm(model, [images(4, 32), images(4, 32) * float("nan")])
+    assert same_state(model, before)
+    with pytest.raises(TypeError, match=r"the images are of type torch\.uint8; expected floating point"):
+        ds.recalibrate_batchnorm(model, [images(4, 32).to(torch.uint8)])
+    assert same_state(model, before)

@@ -15,7 +15,7 @@ class _Alpha(nn.Module):
 
     NOTE not in paper: the initial α. After a batch normalization with γ = 1 the mean square G is about 1, and
     α² = E[G] gives s = ½, where it is most sensitive to G: ds/d(log G) = s·(1 - s). Hence 1 for training from scratch.
-    A small value such as 1e-3 leaves the outputs of a pretrained network nearly unchanged. At 0 the gradient of α is
+    For a trained network use ``equip(…, init="identity")``. At 0 the gradient of α is
     always 0, so 0 raises an error.
     """
 
@@ -25,8 +25,8 @@ class _Alpha(nn.Module):
         super().__init__()
         if not 0 < alpha < math.inf:
             raise ValueError(
-                f"alpha is {alpha!r}, expected a positive finite number: 1 to train from scratch, 1e-3 to "
-                "leave a pretrained network nearly unchanged; from 0 it would never learn."
+                f"alpha is {alpha!r}, expected a positive finite number, such as 1: from 0 it would never learn. To "
+                "leave a trained network unchanged at first, use equip(…, init='identity')."
             )
         self.initial_alpha = alpha
         self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))

@@ -205,7 +205,7 @@ def set_beta(model: nn.Module, value: float) -> None:
     if record is None or record.init != "anneal":
         kind = "not equipped" if record is None else f"equipped with init={record.init!r}"
         raise ValueError(f"the model is {kind}; set_beta is for equip(model, spec, init='anneal')")
-    if not 0 <= value <= 1:
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(f"beta is {value!r}; expected a number from 0 to 1")
     for module in model.modules():
         if SITE in module.__dict__ and BETA in module._buffers:
@@ -258,6 +258,8 @@ def intact_record(model: nn.Module, *, allow_inner: bool = False) -> EquipRecord
     modules = dict(unwrap(model).named_modules())
     if record is None:
         inner = next((path for path, module in modules.items() if isinstance(module, WithInserted)), None)
+        if inner is not None and isinstance(unwrap(model), torch.fx.GraphModule) and not allow_inner:
+            raise ValueError(f"this {name} is a graph that torch.fx traced; use the model that was traced")
         if inner is not None and not allow_inner:
             raise ValueError(f"{name} has an equipped model inside ({inner}, …); use that one instead")
         return None

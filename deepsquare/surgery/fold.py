@@ -1,6 +1,7 @@
 """The inference form of a model: layers that only training needs are merged into the layers before them."""
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
-from deepsquare.surgery.equip import Model, intact_record, is_folded, refuse_sharded, unwrap
+from deepsquare.surgery.equip import EquipRecord, Model, intact_record, is_folded, refuse_sharded, unwrap
 from deepsquare.surgery.head_sites import AVERAGES
 from deepsquare.surgery.inputs import CONVOLUTIONS
 from deepsquare.surgery.insertion import SITE, base_class, beta_of, drop_beta, is_watched
@@ -40,9 +41,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
         return model
     folded = copy.deepcopy(model)
     for module in folded.modules():
-        beta = beta_of(module) if SITE in module.__dict__ else None
-        if beta is not None and not beta.is_meta and bool(beta == 1):
-            drop_beta(module)  # annealed
+        _end_annealing(module)
     graph = trace(folded, input_shape)
     with torch.no_grad():
         _merge_scale(folded, graph)
@@ -51,6 +50,19 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     _remove_dropout(folded)
     folded.deepsquare_folded = True  # type: ignore[assignment]
     return folded
+
+
+def _end_annealing(model: nn.Module) -> None:
+    """An equipped model that was annealed to β = 1 is the paper's, and from here on its record says so."""
+    record: EquipRecord | None = model.__dict__.get("deepsquare_record")
+    if record is None or record.init != "anneal":
+        return
+    annealed = {module: beta_of(module) for module in model.modules() if SITE in module.__dict__}
+    betas = [beta for beta in annealed.values() if beta is not None]
+    if not any(beta.is_meta for beta in betas) and all(bool(beta == 1) for beta in betas):
+        for module in annealed:
+            drop_beta(module)
+        model.deepsquare_record = dataclasses.replace(record, init="paper")  # type: ignore[assignment]
 
 
 def _merge_scale(model: nn.Module, graph: Graph) -> None:

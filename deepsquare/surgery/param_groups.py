@@ -1,5 +1,6 @@
 """Parameter groups for an optimizer: which parameters decay."""
 
+import math
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,10 @@ def param_groups(model: nn.Module, weight_decay: float, *, decay_1d: bool = Fals
         weight_decay: of the convolutions' and fully connected layers' weights.
         decay_1d: all parameters decay but β, which a decay would pull back to the base model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (nn.Module), got {model!r}")
+    if not isinstance(weight_decay, (int, float)) or not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay is {weight_decay!r}; expected a number of at least 0")
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

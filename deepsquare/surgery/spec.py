@@ -91,7 +91,7 @@ def format_spec(terms: Sequence[Term]) -> str:
 def _not_a_spec(spec: str, reason: str) -> ValueError:
     return ValueError(
         f"not a spec: {spec!r} ({reason}). A spec joins terms by '+', options in parentheses: "
-        "'pooling+excitation(alpha=0.001)'"
+        "'pooling+excitation(alpha=0.5)'"
     )
 
 

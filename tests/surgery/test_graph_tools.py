@@ -133,6 +133,8 @@ def test_a_traced_model_is_copied_and_saved() -> None:
     model, x = equipped(FOUR, name="timm/test_nfnet", size=64), images(2, 64)
     traced = fx.symbolic_trace(model)
     assert ds.functional.square_excitation in {node.target for node in traced.graph.nodes}
+    with pytest.raises(ValueError, match=r"is a graph that torch\.fx traced; use the model that was traced"):
+        ds.sites(traced)
     file = io.BytesIO()
     torch.save(traced, file)
     file.seek(0)

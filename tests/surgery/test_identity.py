@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models import copied_state, create, dead, equip_quietly, images, same_state, step
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepsquare as ds
 from deepsquare import kernels
-from deepsquare.checkpoint import read_header
+from deepsquare.checkpoint import load_pretrained, read_header
 from deepsquare.surgery import TECHNIQUES
 from deepsquare.surgery.insertion import beta_of
 
@@ -222,9 +224,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"already equipped with 'pooling' .*init='identity'.*call unequip"):
         ds.equip(model, "pooling")
     annealed = ds.equip(create("resnet18", num_classes=5), "pooling", init="anneal")
-    for value in (-0.1, 1.1, float("nan")):
+    for value in (-0.1, 1.1, float("nan"), "0.5", None):
         with pytest.raises(ValueError, match=r"beta is .*; expected a number from 0 to 1"):
-            ds.set_beta(annealed, value)
+            ds.set_beta(annealed, value)  # type: ignore[arg-type]
 
 
 def test_the_paper_start_after_a_trained_checkpoint(tmp_path: Path) -> None:
@@ -243,3 +245,55 @@ def test_warning_names_the_other_start() -> None:
     with pytest.warns(UserWarning, match="init='identity'"):
         ds.equip(model, "excitation")
     assert equip_quietly(create("resnet18"), "excitation") is not None
+
+
+@pytest.mark.parametrize(
+    "spec", ["pooling", "softmin", "excitation", "encoding", "se", "gem", "pooling+softmin+excitation"]
+)
+def test_an_annealed_model_is_folded_and_saved_as_the_papers(spec: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ds.create_model("vanilla_cnn", spec, init="anneal") if spec in ("pooling", "softmin", "gem") else None
+    model = (model or ds.create_model("resnet18", spec, init="anneal", num_classes=5)).eval()
+    ds.set_beta(with_random_gammas(model), 1)
+    folded, x = ds.fold(model), images(2, 32)
+    ds.save(folded, tmp_path / "folded")
+    assert read_header(tmp_path / "folded").init == "paper"
+    with torch.no_grad():
+        expected = folded(x)
+        assert torch.equal(ds.load(tmp_path / "folded")(x), expected)
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="equipped with init='paper'; set_beta is for"):
+        ds.set_beta(folded, 0)
+    assert ds.load_weights(ds.fold(model), tmp_path / "folded") == []
+
+
+def test_a_folded_file_must_have_every_tensor(tmp_path: Path) -> None:
+    folded = ds.fold(ds.create_model("resnet18", "excitation", num_classes=5).eval())
+    ds.save(folded, tmp_path / "folded")
+    tensors = load_file(tmp_path / "folded")
+    with safe_open(tmp_path / "folded", framework="pt") as file:
+        metadata = file.metadata()
+    del tensors["layer1.0.bn2.deepsquare_excitation.alpha"]
+    save_file(tensors, tmp_path / "cut", metadata)
+    with pytest.raises(ValueError, match=r"layer1\.0\.bn2\.deepsquare_excitation\.alpha is missing"):
+        ds.load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("form", ["deepsquare", "state_dict"])
+def test_weights_of_the_papers_start_keep_their_modules(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    paper = ds.create_model("vanilla_cnn", "pooling+softmin").eval()
+    path = tmp_path / "paper"
+    if form == "deepsquare":
+        ds.save(paper, path)
+    else:
+        torch.save(paper.state_dict(), path)
+    x = images(2, 32)
+    model = ds.create_model("vanilla_cnn", "pooling+softmin", init="identity").eval()
+    load_pretrained(model, path)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), paper(x), rtol=1e-5, atol=1e-6)
+    assert [float(p.detach()) for key, p in model.named_parameters() if key.endswith(".beta")] == [1.0, 1.0]
+    annealed = ds.create_model("vanilla_cnn", "pooling+softmin", init="anneal")
+    with pytest.raises(ValueError, match=r"was trained with its modules as the paper's .*'identity'"):
+        load_pretrained(annealed, path)

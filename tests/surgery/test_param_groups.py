@@ -59,3 +59,11 @@ def test_a_step_without_gradients_shrinks_what_decays(kind: type[torch.optim.Opt
     for name, value in model.named_parameters():
         expected = before[name] * (1 - 0.5 * DECAY if value.ndim > 1 else 1)
         torch.testing.assert_close(value.detach(), expected, msg=name)
+
+
+def test_what_is_no_model_or_no_weight_decay_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a model \(nn\.Module\), got 'resnet18'"):
+        ds.param_groups("resnet18", 0.1)  # type: ignore[arg-type]
+    for value in (-1, float("nan"), "a"):
+        with pytest.raises(ValueError, match=r"weight_decay is .*; expected a number of at least 0"):
+            ds.param_groups(torch.nn.Linear(1, 1), value)  # type: ignore[arg-type]
