@@ -29,7 +29,7 @@ from deepsquare.surgery.techniques import TECHNIQUES
 PAPER_TERMS = ("pooling", "softmin", "excitation", "encoding")  # for fx and trace; the other poolings act at one site
 COLUMNS = ("identity", "fx", "trace")
 LIMIT = 1e-6
-NOT_THE_BASE = "not the base model"
+NOT_THE_BASE, BASE_IS_DEAD = "not the base model", "no gradient in the base model"
 
 
 def check_tools(model: nn.Module, present: Sites, images: Tensor, terms: list[str]) -> dict[str, dict[str, str]]:
@@ -74,13 +74,13 @@ def logits_of(output: Any) -> Tensor:
 
 
 def randomize(model: nn.Module) -> None:
-    """Draw γ and the bias of every normalization, and gains that may start at 0, at random."""
+    """Draw γ and the bias of every normalization at random, and every other weight that starts at 0."""
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
-        for name in ("weight", "bias", "gamma", "gain", "layer_scale"):
-            value = module._parameters.get(name)
-            if isinstance(value, nn.Parameter) and (value.ndim == 1 or name in ("gamma", "gain", "layer_scale")):
-                low, high = (-0.1, 0.1) if name == "bias" else (0.2, 0.6)
+        for name, value in module.named_parameters(recurse=False):
+            bias = name.endswith("bias")
+            if (value.ndim == 1 and name in ("weight", "bias", "gamma")) or not (bias or bool(value.any())):
+                low, high = (0.0, 0.1) if bias else (0.2, 0.6)  # with a negative bias many a ReLU is dead
                 nn.init.uniform_(value, low, high, generator=generator)
 
 
@@ -105,28 +105,49 @@ def equipped(model: nn.Module, term: str, images: Tensor) -> Iterator[None]:
 def identity(model: nn.Module, images: Tensor, before: Tensor, term: str) -> str | None:
     """Why the model does not start at the identity, if so."""
     with equipped(model, term, images):
-        return learns_from_the_identity(model, images, before)
+        with torch.no_grad():
+            error = float((logits_of(model(images)) - before).abs().max() / before.abs().max())
+        if not error <= LIMIT:
+            return f"fails: the outputs differ by {error:.1e}"
+        if missing_gradient(model, images) is None:
+            return None
+    with equipped(model, term, images):
+        try:
+            return missing_gradient(model.double(), images.double())  # a deep network's gradients may underflow
+        finally:
+            model.float()
 
 
-def learns_from_the_identity(model: nn.Module, images: Tensor, before: Tensor) -> str | None:
-    """Two training steps of β and of the modules' own parameters; what is wrong with them, if anything."""
+def missing_gradient(model: nn.Module, images: Tensor) -> str | None:
+    """Two training steps of β and of the modules' own parameters; which of them has no gradient when, if any."""
     own = {name: parameter for name, parameter in model.named_parameters() if PREFIX in name}
     betas = {name for name in own if name.endswith(".beta")}
     optimizer = torch.optim.Adam(own.values(), lr=1e-3)  # its steps do not vanish with the gradients
     for step in range(2):
         optimizer.zero_grad()
-        logits = logits_of(model(images))
-        if step == 0:
-            error = float((logits.detach() - before).abs().max() / before.abs().max())
-            if not error <= LIMIT:
-                return f"fails: the outputs differ by {error:.1e}"
-        torch.autograd.backward(F.cross_entropy(logits.flatten(1), torch.arange(len(images))))
+        torch.autograd.backward(loss_of(model, images))
         for name in sorted(betas if step == 0 else own.keys() - betas):
             grad = own[name].grad
             if grad is None or not bool(grad.isfinite().all()) or not bool(grad.any()):
-                return f"fails: no gradient of {name} at step {step + 1}"
+                dead = is_dead(model, images, name.split(f".{PREFIX}")[0])
+                return BASE_IS_DEAD if dead else f"fails: no gradient of {name} at step {step + 1}"
         optimizer.step()
     return None
+
+
+def loss_of(model: nn.Module, images: Tensor) -> Tensor:
+    """Cross-entropy; the classes are the numbers of the images."""
+    return F.cross_entropy(logits_of(model(images)).flatten(1), torch.arange(len(images)))
+
+
+def is_dead(model: nn.Module, images: Tensor, path: str) -> bool:
+    """Whether the layer of the base model at ``path`` has no gradient: behind it a ReLU is 0 everywhere."""
+    weight = model.get_submodule(path)._parameters.get("weight")
+    if weight is None:
+        return False
+    (grad,) = torch.autograd.grad(loss_of(model, images), weight.requires_grad_(), allow_unused=True)
+    weight.requires_grad_(False)
+    return grad is None or not bool(grad.any())
 
 
 def symbolic(model: nn.Module, images: Tensor, expected: Tensor) -> str | None:
@@ -155,7 +176,8 @@ HEADER = """
 ## Start at the identity, and tools
 
 *Identity*: the number of terms with which, at `init="identity"`, outputs differ from the base model's by at most 1e-6
-of the largest (γ drawn at random), β has a gradient at the first step and the module's own parameters at the second.
+of the largest (γ drawn at random), β has a gradient at the first step and the module's own parameters at the second (in
+float64 where those of float32 underflow); **dead** where the layer at the site has none in the base model either.
 *fx* and *trace*: the number of {terms} with which `torch.fx.symbolic_trace`, and `torch.jit.trace` saved and
 loaded, give the equipped model's outputs; **base** where they do not take the base model.
 
@@ -203,4 +225,6 @@ def _cell(outcomes: dict[str, str]) -> str:
     if set(outcomes.values()) == {NOT_THE_BASE}:
         return "base"
     failing = [term for term, result in outcomes.items() if result.startswith("fails")]
-    return f"**fails**: {', '.join(failing)}" if failing else str(len(outcomes))
+    dead = [term for term, result in outcomes.items() if result == BASE_IS_DEAD]
+    works = str(sum(result == "works" for result in outcomes.values()))
+    return f"**fails**: {', '.join(failing)}" if failing else f"{works}, dead: {', '.join(dead)}" if dead else works
