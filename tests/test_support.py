@@ -84,3 +84,22 @@ def test_small_models(script: ModuleType, rows: dict[str, Any], name: str) -> No
     assert [json.decode(row.to_json(), type=Row).row for row in computed.values()] == [
         row.row for row in computed.values()
     ]
+
+
+def test_every_model_starts_at_the_identity_and_tools_take_it(script: ModuleType, rows: dict[str, Any]) -> None:
+    tools = {row.row: row for row in script.TOOLS.rows()}
+    assert tools.keys() == rows.keys()
+    assert not [name for name, row in tools.items() if script.support_tools.fails(row)]
+    for name, row in tools.items():  # every pair that trains was checked
+        with_site = {term for term, trained in rows[name].items() if trained.metrics["outcome"] == "works"}
+        assert row.metrics["identity"].keys() >= with_site, name
+
+
+@pytest.mark.parametrize("name", ["timm/test_convnext", "timm/test_nfnet", "timm/test_resnet"])
+@pytest.mark.slow
+def test_small_models_with_tools(script: ModuleType, name: str) -> None:
+    threads = torch.get_num_threads()
+    (row,) = script.tools_row("", name, script.TERMS)
+    torch.set_num_threads(threads)
+    assert set(row.metrics["identity"]) == set(script.TERMS)
+    assert {outcome for column in row.metrics.values() for outcome in column.values()} == {"works"}
