@@ -88,3 +88,11 @@ def test_a_trained_network_starts_as_it_was_by_the_page_s_code() -> None:
     names: dict[str, Any] = {}
     exec(compile(code, "trained.md", "exec"), names)
     torch.testing.assert_close(names["after"], names["before"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_network_keeps_its_accuracy() -> None:
+    rows = {row.row: row.metrics["accuracy"] for row in Store(ROOT / "results" / "pretrained.jsonl").rows()}
+    kept = {f"{100 * rows[name]:.2f}%" for name in ("base", *(row for row in rows if row.endswith(", identity")))}
+    assert kept == {"74.00%"}
+    assert "has 74.00% top-1 on 2,000 images before" in TEXT
+    assert "and 74.00% after it" in TEXT
