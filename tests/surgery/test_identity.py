@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import copied_state, create, dead, equip_quietly, images, same_state, step
+from helpers.models import copied_state, create, dead, images, same_state, step
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -229,8 +229,7 @@ def test_refusals() -> None:
             ds.set_beta(annealed, value)  # type: ignore[arg-type]
 
 
-def test_the_paper_start_after_a_trained_checkpoint(tmp_path: Path) -> None:
-    """Weights of a base model load into a model with β, and a file with β loads as the paper's on request."""
+def test_weights_of_the_base_start_at_the_identity(tmp_path: Path) -> None:
     base = with_random_gammas(create("resnet18", num_classes=5)).eval()
     ds.save(base, tmp_path / "base.safetensors")
     model = ds.create_model("resnet18", "excitation", init="identity", num_classes=5).eval()
@@ -244,7 +243,6 @@ def test_warning_names_the_other_start() -> None:
     model = create("resnet18", zero_init_residual=True)
     with pytest.warns(UserWarning, match="init='identity'"):
         ds.equip(model, "excitation")
-    assert equip_quietly(create("resnet18"), "excitation") is not None
 
 
 @pytest.mark.parametrize(
