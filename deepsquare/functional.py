@@ -210,11 +210,14 @@ def scale_proportion(g: Tensor, alpha: Tensor) -> Tensor:
     _require_one_element("alpha", alpha)
     wide = g.to(_accumulation_dtype(g))
     offset = alpha.to(wide.dtype).reshape(()).square()
-    total = wide + offset
-    # Both sides of the quotient are replaced, not the quotient: a gradient through 0/0 would be NaN times 0.
-    below_normal = torch.logical_or(offset == 0, total < torch.finfo(wide.dtype).tiny)
+    below_normal = torch.logical_or(offset == 0, wide + offset < torch.finfo(wide.dtype).tiny)
     one = torch.logical_or(below_normal, wide == math.inf)
-    return (torch.where(one, 1, wide) / torch.where(one, 1, total)).to(g.dtype)
+    # Both summands are replaced, not the quotient: a gradient through 0/0 would be NaN times 0.
+    wide, offset = torch.where(one, 1, wide), torch.where(one, 0, offset)
+    # The quotient of the smaller summand: autograd's 1/(G + α²) − G/(G + α²)² would cancel where α² ≪ G.
+    small = wide < offset
+    quotient = torch.where(small, wide, offset) / (wide + offset)
+    return torch.where(small, quotient, 1 - quotient).to(g.dtype)
 
 
 def square_excitation(x: Tensor, alpha: Tensor, beta: Tensor | None = None) -> Tensor:
@@ -290,12 +293,16 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def _require_real(x: Tensor) -> None:
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").strip("_")
+        convert = "call this for each of its parts" if x.is_nested else "convert it by x.to_dense()"
+        raise TypeError(f"The tensor is {kind}, expected a dense one: {convert}.")
     if x.dtype not in _REAL:
         raise TypeError(f"The tensor has type {x.dtype}, expected a real floating-point type: convert it by x.float().")
 
 
 def _require_map(x: Tensor) -> None:
-    if x.dtype in _REAL and x.ndim > 2 and x.numel():
+    if x.layout is torch.strided and not x.is_nested and x.dtype in _REAL and x.ndim > 2 and x.numel():
         return  # the common case: this runs at every call
     _require_real(x)
     if x.ndim < 3:

@@ -1,6 +1,7 @@
 """Each function against loops over floats, its derivatives against differences, its edges."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -357,6 +358,10 @@ def test_only_the_input_is_kept_and_results_may_be_changed_in_place() -> None:
 
 MAP, VECTOR = torch.ones(2, 3, 4, 5), torch.ones(2, 3)
 ONE, EVEN = torch.tensor(1.0), torch.ones(4, 5) / 20
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's, that its nested and CSR tensors are prototypes
+    NESTED, CSR = torch.nested.nested_tensor([MAP[0], MAP[1]]), VECTOR.to_sparse_csr()
+    JAGGED = torch.nested.nested_tensor([MAP[0, 0], MAP[0, 0, :2]], layout=torch.jagged)
 MISTAKES: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
     "no_space": (lambda: DF.square_pooling(VECTOR), ValueError, r"shape \(2, 3\), expected \(N, C, spatial"),
     "no_space_excite": (lambda: DF.square_excitation(VECTOR, ONE), ValueError, "before the map is pooled"),
@@ -365,6 +370,11 @@ MISTAKES: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
     "integer": (lambda: DF.square_pooling(MAP.int()), TypeError, r"torch.int32.*x.float\(\)"),
     "boolean": (lambda: DF.square(MAP.bool()), TypeError, "torch.bool"),
     "complex": (lambda: DF.moment_pooling(MAP.to(torch.complex64), 3), TypeError, "torch.complex64"),
+    "sparse": (lambda: DF.square_pooling(MAP.to_sparse()), TypeError, r"is sparse_coo, expected a dense .*to_dense"),
+    "mkldnn": (lambda: DF.square_excitation(MAP.to_mkldnn(), ONE), TypeError, "is mkldnn, expected a dense one"),
+    "nested": (lambda: DF.square(NESTED), TypeError, "is nested, expected a dense"),
+    "jagged": (lambda: DF.relu_square(JAGGED), TypeError, "is nested, expected a dense one: call this for each"),
+    "sparse_logits": (lambda: DF.square_softmin(CSR), TypeError, "is sparse_csr"),
     "order_0": (lambda: DF.moment_pooling(MAP, 0), ValueError, "order is 0, expected a positive integer"),
     "order_2.5": (lambda: DF.moment_pooling(MAP, 2.5), ValueError, "order is 2.5"),  # type: ignore[arg-type]
     "gem_p": (lambda: DF.gem_pooling(MAP, 0.0), ValueError, "p is 0.0, expected a positive"),

@@ -208,14 +208,15 @@ static long parts_per_image(const job *j) {
 
 /* ---- Equation (25): the factor 1 - β + β·s of a plane and its derivatives in G, α and β ---- */
 
-typedef struct { float scale, slope, alpha_slope, beta_slope; } excited;
+typedef struct { float scale, slope, alpha_slope, beta_slope; int identity; } excited;
 
 static inline excited excitation(float g, float alpha, float beta) {
     float offset = alpha * alpha, sum = g + offset, scale = g / sum, inverse = 1 / sum;
     int identity = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = identity || sum == INFINITY;
     return (excited){
-        identity ? 1 : 1 - beta + beta * scale, flat ? 0 : beta * offset * inverse * inverse,
-        flat ? 0 : -2 * beta * alpha * scale * inverse, identity ? 0 : sum == INFINITY ? -1 : -offset * inverse};
+        identity ? 1 + (beta - beta) : 1 - beta + beta * scale, /* NaN for a β that is */
+        flat ? 0 : beta * offset * inverse * inverse, flat ? 0 : -2 * beta * alpha * scale * inverse,
+        identity ? 0 : sum == INFINITY ? -1 : -offset * inverse, identity};
 }
 
 #define T float

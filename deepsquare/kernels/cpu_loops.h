@@ -201,9 +201,9 @@ INLINE void NAME(plane_values)(
             excited e = excitation(mean, alpha, beta);
             scale[k] = e.scale;
             if (excite_backward(kernel)) {
-                slope[k] = e.slope == 0 ? 0 : (float)(2 * products[k] * inverse) * e.slope; /* avoids 0 · inf */
-                per_plane[k] = e.alpha_slope == 0 ? 0 : (float)products[k] * e.alpha_slope;
-                second[k] = e.beta_slope == 0 ? 0 : (float)products[k] * e.beta_slope;
+                slope[k] = e.identity ? 0 : (float)(2 * products[k] * inverse) * e.slope; /* avoids 0 · inf */
+                per_plane[k] = e.identity ? 0 * alpha : (float)products[k] * e.alpha_slope;
+                second[k] = (float)products[k] * e.beta_slope;
             }
         }
     }

@@ -146,8 +146,8 @@ def _grad_masked(grad: tl.tensor, result: tl.tensor, at: tl.tensor, inside: tl.t
 @_jit
 def _excitation(
     mean: tl.tensor, alpha: tl.tensor, beta: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The factor 1 − β + β · s of a plane, its derivatives in G, α and β; 0/0 and inf as in ``cpu.c``."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The factor 1 − β + β · s of a plane, its derivatives in G, α and β, whether s is 1; 0/0 and inf as ``cpu.c``."""
     alpha = tl.load(alpha).to(tl.float32)
     alpha = tl.broadcast_to(alpha, mean.shape)  # the interpreter cannot broadcast a scalar comparison to a mask
     blend = tl.full(mean.shape, 1.0, tl.float32)
@@ -159,11 +159,12 @@ def _excitation(
     one = (offset == 0) | (total < 1.1754943508222875e-38) | (mean == float("inf"))
     flat = one | (total == float("inf"))
     part = tl.div_rn(mean, total)  # `/` may be two ulps off, and the scale above 1
-    scale = tl.where(one, 1.0, 1 - blend + blend * tl.where(flat, 0.0, part))
+    # One less itself is 0, or NaN for a β that is.
+    scale = tl.where(one, 1 + (blend - blend), 1 - blend + blend * part)
     slope = tl.where(flat, 0.0, blend * tl.div_rn(tl.div_rn(offset, total), total))
     alpha_slope = tl.where(flat, 0.0, blend * tl.div_rn(-2 * alpha * part, total))
     beta_slope = tl.where(one, 0.0, tl.where(flat, -1.0, -tl.div_rn(offset, total)))
-    return scale, slope, alpha_slope, beta_slope
+    return scale, slope, alpha_slope, beta_slope, one
 
 
 @_jit
@@ -200,7 +201,7 @@ def _scale_planes(
         elif per_plane is not None:
             tl.store(per_plane + plane, mean, mask=present)
         else:
-            scale, _, _, _ = _excitation(mean, alpha, beta)
+            scale, _, _, _, _ = _excitation(mean, alpha, beta)
     if y is not None:
         for start in range(0, hw, rows):
             at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
@@ -228,11 +229,11 @@ def _excite_backward(
         products += value * _grad_masked(grad, result, at, inside)
     mean = tl.sum(squares, axis=0, keep_dims=True) / hw
     product = tl.sum(products, axis=0, keep_dims=True)
-    scale, slope, alpha_slope, beta_slope = _excitation(mean, alpha, beta)
+    scale, slope, alpha_slope, beta_slope, one = _excitation(mean, alpha, beta)
     part, present = per_plane + image * channels + channel, channel < channels
-    tl.store(part, tl.where(alpha_slope == 0, 0.0, product * alpha_slope), mask=present)
-    tl.store(part + planes, tl.where(beta_slope == 0, 0.0, product * beta_slope), mask=present)
-    slope = tl.where(slope == 0, 0.0, slope * 2 * (product / hw))  # avoids 0 · inf
+    tl.store(part, tl.where(one, 0.0 * tl.load(alpha), product * alpha_slope), mask=present)
+    tl.store(part + planes, product * beta_slope, mask=present)
+    slope = tl.where(one, 0.0, slope * 2 * (product / hw))  # avoids 0 · inf
     for start in range(0, hw, rows):
         at, inside = _tile(start, image, channel, channels, hw, channels_last, rows)
         grad_masked = _grad_masked(grad, result, at, inside)
