@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test types pytest reproduce results support clean
+.PHONY: test types pytest reproduce results support fuzz clean
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -27,6 +27,11 @@ results: $(READY)
 # The support matrix in docs/: every model × term, by real forward and backward passes (about half an hour).
 support: $(READY)
 	$(BIN)/python docs/support_matrix.py
+
+# A search for files and tensors that break the library; FUZZ="--minutes 60 --seed 7" for a longer one.
+fuzz: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign $(FUZZ)
 
 # The last lines let torchvision, built against CUDA, work beside the CPU build of torch: see the tool's docstring.
 $(READY): pyproject.toml constraints.txt tools/torchvision_repair.py $(wildcard deepsquare/kernels/cpu*.[ch])
