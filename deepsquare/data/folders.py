@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepsquare.data.shards import ShardSource
-from deepsquare.data.source import IMAGE_SUFFIXES, Source, is_image, some
+from deepsquare.data.source import IMAGE_SUFFIXES, Source, is_image, read_file, some
 
 
 class FolderSource(Source):
@@ -35,8 +35,7 @@ class FolderSource(Source):
         self._names = np.array([os.fsencode(name) for files in images for name in files])
 
     def read(self, index: int) -> bytes:
-        with open(self.name(index), "rb", buffering=0) as file:
-            return file.read()
+        return read_file(self.name(index))
 
     def name(self, index: int) -> str:
         return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(self._names[index]))

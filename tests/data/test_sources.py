@@ -6,18 +6,20 @@ import os
 import pickle
 import tarfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.images import draw_image, encode, make_class_folders
+from PIL import Image
 from scipy import stats
 
-from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, write_shards
+from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, pil, write_shards
 from deepsquare.data.loader import BatchDataset
 from deepsquare.data.pil import jpeg_size
-from deepsquare.data.transforms import CropParams, center_crop, random_crop
+from deepsquare.data.transforms import MAX_PIXELS, CropParams, center_crop, random_crop
 from deepsquare.preprocessing import Preprocessing
 
 
@@ -290,6 +292,49 @@ def test_the_center_crop_is_torchvisions(width: int, height: int) -> None:
     whole, (left, top) = F.resize(image, [256]), crop.corner
     assert crop.resized == (whole.shape[2], whole.shape[1])
     assert torch.equal(F.center_crop(whole, [224]), whole[:, top : top + 224, left : left + 224])
+
+
+def whole_image_crop(resize: int, size: int, width: int, height: int) -> CropParams:
+    """The center crop of the whole resized image, whatever it costs: images of ordinary shapes keep it bit by bit."""
+    longer = int(resize * max(width, height) / min(width, height))
+    resized = (resize, longer) if width <= height else (longer, resize)
+    left, top = (round((side - size) / 2) for side in resized)
+    return CropParams(0, 0, width, height, resized, (left, top))
+
+
+def test_ordinary_images_are_resized_whole() -> None:
+    rng = np.random.default_rng(0)
+    for size, resize in ((224, 256), (32, 32), (288, 330), (1, 1), (64, 73)):
+        shapes = [(1, 1365), (1365, 1), (40, 30), (1, 1), *(2 ** rng.uniform(0, 13, (2000, 2))).astype(int).tolist()]
+        for width, height in shapes:
+            if resize**2 * max(width, height) <= MAX_PIXELS * min(width, height):
+                crop = center_crop(Preprocessing(size=size, resize=resize), width, height)
+                assert crop == whole_image_crop(resize, size, width, height)
+
+
+@pytest.mark.parametrize("shape", [(1, 65_000), (65_000, 1), (2, 20_000_001), (7, 12_000), (1, 3), (1, 4)])
+@pytest.mark.parametrize("resize", [256, 9459, 12_000])
+def test_a_long_image_is_shortened_at_both_ends(shape: tuple[int, int], resize: int) -> None:
+    crop = center_crop(Preprocessing(size=224, resize=resize), *shape)
+    assert math.prod(crop.resized) <= max(MAX_PIXELS, 2 * resize**2)
+    assert min(crop.resized) == resize
+    for start, kept, side, resized, corner in zip(crop[:2], crop[2:4], shape, crop.resized, crop.corner, strict=True):
+        assert 2 * start + kept == side, "its center is that of the image"
+        assert 0 <= corner <= resized - 224
+        assert resized * min(shape) == pytest.approx(resize * kept, abs=min(shape)), "it keeps its aspect ratio"
+
+
+def test_a_long_image_shows_its_center() -> None:
+    from torchvision.transforms.v2 import functional as F
+
+    pixels = draw_image(3, 6000)
+    preprocessing = Preprocessing(size=192, resize=256)
+    image = F.resize(Image.fromarray(pixels), [256])  # 256 × 512,000 pixels
+    expected = np.asarray(F.center_crop(image, [192])).astype(int)
+    out = np.empty((192, 192, 3), np.uint8)
+    assert center_crop(preprocessing, 3, 6000).height < 6000
+    pil.decode(encode(pixels, form="PNG"), partial(center_crop, preprocessing), out)
+    assert np.abs(out - expected).max() <= 1
 
 
 def test_the_crop_of_either_transform(tmp_path: Path) -> None:
