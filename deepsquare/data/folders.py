@@ -18,6 +18,9 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self.folder, self.classes = folder, tuple(sorted(classes))
+        # Bytes that are not UTF-8 become surrogates, which could not be written into the checkpoint of the run.
+        if odd := [name for name in self.classes if any("\ud800" <= letter <= "\udfff" for letter in name)]:
+            raise ValueError(f"{folder}: the names of class folders are not in UTF-8: {some(odd)}; rename them")
         images, others = zip(*(_list_images(folder / name) for name in self.classes), strict=True)
         if empty := [
             f"{name} ({'only ' + ', '.join(rest) if rest else 'empty'})"

@@ -48,6 +48,8 @@ def open_image(data: bytes, upright: bool = False) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             check_cost(data, image.width, image.height)
+            tags = getattr(image, "tag_v2", {})  # of a TIFF, whose tiles may be larger than the image
+            check_cost(data, tags.get(ExifTags.Base.TileWidth) or 1, tags.get(ExifTags.Base.TileLength) or 1)
             image.load()
             turn = TRANSPOSES.get(_orientation(image)) if upright else None
             if image.mode.startswith("I;16"):  # Pillow would clip it

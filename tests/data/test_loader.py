@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,6 @@ def test_shards_yield_the_images_of_the_folder(mixed: Source, tmp_path: Path, pi
 
 def bomb() -> bytes:
     """A small PNG that claims 30,000 × 30,000 pixels."""
-    import zlib
-
     header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
     return b"\x89PNG\r\n\x1a\n" + chunk
@@ -180,6 +179,14 @@ def with_frames(form: str) -> bytes:
     return out.getvalue()
 
 
+def tile(side: int) -> bytes:
+    """A TIFF of 16 × 16 black pixels in one tile of ``side`` × ``side``."""
+    data = zlib.compress(bytes(side**2), 9)
+    values = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: len(data)}
+    tags = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(values)) + tags + bytes(4)
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_what_an_image_costs_is_limited(tmp_path: Path, pipeline: str) -> None:
     needs(pipeline)
@@ -192,16 +199,17 @@ def test_what_an_image_costs_is_limited(tmp_path: Path, pipeline: str) -> None:
         "d frames": with_frames("WEBP"),
         "e frames": with_frames("TIFF"),
         "f no width": b"BM" + struct.pack("<IIIIiiHHIIIIII", 54, 0, 54, 40, 0, 1, 1, 24, 0, 0, 0, 0, 0, 0),
+        "g tile": tile(10_000),
     }
     for name, data in files.items():
         (folder / f"{name}.jpg").write_bytes(data)
-    with (folder / "g sparse.jpg").open("wb") as file:
+    with (folder / "h sparse.jpg").open("wb") as file:
         file.truncate(2**40)
     source = open_source(tmp_path, "val")
     (batch,) = batches(source, [range(len(source))], Preprocessing(size=16, resize=512), pipeline=pipeline)
-    assert [Path(name).stem for name in batch.damaged] == ["b many scans", "f no width", "g sparse"]
+    assert [Path(name).stem for name in batch.damaged] == ["b many scans", "f no width", "g tile", "h sparse"]
     levels = batch.images[:, 0].flatten(1).float().mean(1).tolist()
-    assert [round(level) for level in levels] == [90, 128, 128, 0, 0, 128, 128]
+    assert [round(level) for level in levels] == [90, 128, 128, 0, 0, 128, 128, 128]
 
 
 def test_the_scans_of_a_jpeg_are_counted_only_where_they_can_be_many() -> None:

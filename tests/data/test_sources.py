@@ -228,6 +228,40 @@ def test_a_shard_that_shrinks_is_noticed(tmp_path: Path) -> None:
         source.read(0)
 
 
+def test_the_encoding_of_classes(tmp_path: Path) -> None:
+    path = shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"1"}).with_name("classes.txt")
+    path.write_text("café\n漢字\n", encoding="utf-8-sig")
+    assert open_source(tmp_path, "val").classes == ("café", "漢字")
+    path.write_text("café\n", encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=r"classes.txt is not in UTF-8 \(.* byte 0xe9 in position 3.*; save it in UTF-8"
+    ):
+        open_source(tmp_path, "val")
+    path.write_text("a" * 2**24 + "\n")
+    with pytest.raises(ValueError, match=r"classes.txt has more than 16,777,216 bytes; expected one class name"):
+        open_source(tmp_path, "val")
+    touch(tmp_path, os.fsdecode(b"train/caf\xe9/1.jpg"))
+    with pytest.raises(ValueError, match="the names of class folders are not in UTF-8: caf\udce9; rename them"):
+        open_source(tmp_path, "train")
+
+
+def test_the_classes_are_looked_through_once(tmp_path: Path) -> None:
+    path = shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"1"}).with_name("classes.txt")
+    names = [f"class{number}" for number in range(100_000)]  # a comparison of all pairs takes minutes
+    path.write_text("\n".join(names))
+    assert open_source(tmp_path, "val").classes == tuple(names)
+    path.write_text("\n".join([*names, "class7"]))
+    with pytest.raises(ValueError, match=r"each once; found class7$"):
+        open_source(tmp_path, "val")
+
+
+@pytest.mark.parametrize("name", ["a\u2028b", "\ufeffa", " "])
+def test_classes_that_cannot_be_written_line_by_line(tmp_path: Path, name: str) -> None:
+    touch(tmp_path / "a", f"train/{name}/1.jpg")
+    with pytest.raises(ValueError, match=r"has one class per line, but .* is not one line; rename it"):
+        write_shards(open_source(tmp_path / "a", "train"), tmp_path / "b" / "train")
+
+
 @pytest.mark.parametrize("text", ["", "a\na\n", "a\n\nb\n"])
 def test_classes_are_named_once(tmp_path: Path, text: str) -> None:
     shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"0"})
