@@ -347,7 +347,7 @@ def test_ordinary_images_are_resized_whole() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 65_000), (65_000, 1), (2, 20_000_001), (7, 12_000), (1, 3), (1, 4)])
-@pytest.mark.parametrize("resize", [256, 9459, 12_000])
+@pytest.mark.parametrize("resize", [256, 1000, 8192])
 def test_a_long_image_is_shortened_at_both_ends(shape: tuple[int, int], resize: int) -> None:
     crop = center_crop(Preprocessing(size=224, resize=resize), *shape)
     assert math.prod(crop.resized) <= max(MAX_PIXELS, 2 * resize**2)
