@@ -126,5 +126,5 @@ def _list_images(folder: Path) -> tuple[list[str], Counter[str]]:
             elif entry.is_file():
                 images.append(entry.name)
             else:
-                raise FileNotFoundError(f"{entry.path} is a broken link; repair or remove it")
+                raise FileNotFoundError(f"{entry.path} is a broken link or no regular file; repair or remove it")
     return sorted(images), others

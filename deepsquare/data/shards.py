@@ -91,7 +91,7 @@ def _samples(path: Path, classes: int) -> Iterator[Sample]:
     images: dict[str, Member] = {}
     labels: dict[str, Member] = {}
     if not path.is_file():  # opening a named pipe would wait for ever
-        raise FileNotFoundError(f"{path} is no regular file or a broken link; repair or remove it")
+        raise FileNotFoundError(f"{path} is a broken link or no regular file; repair or remove it")
     with path.open("rb") as file:
         for member in members(path, file):
             matched = KEY.fullmatch(member.name)
