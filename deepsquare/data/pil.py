@@ -17,7 +17,7 @@ CropFor = Callable[[int, int], CropParams]  # of width and height
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")  # no more of Pillow's many readers than are needed
 MAX_SCANNED = 50 * MAX_PIXELS  # pixels × scans of a progressive JPEG; libjpeg decodes about 2 billion per second
 SEQUENTIAL, PROGRESSIVE = (0xC0, 0xC1), 0xC2  # markers of JPEG frames with Huffman coding
-SCAN = b"\xff\xda"
+SCAN, MARKERS = b"\xff\xda", 1000  # at most so many markers before the frame are looked at
 STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # markers without a length
 TRANSPOSES = {  # that turn an image upright, by its EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -99,7 +99,9 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def _frame_marker(data: bytes) -> tuple[int, int]:
     """The marker of a JPEG's frame, which says how it is coded, and its offset; 0 if it is of no common kind."""
     offset = 2
-    while offset + 10 <= len(data) and data[offset] == 0xFF:
+    for _ in range(MARKERS):
+        if offset + 10 > len(data) or data[offset] != 0xFF:
+            break
         marker, length = data[offset + 1], int.from_bytes(data[offset + 2 : offset + 4], "big")
         if marker in (*SEQUENTIAL, PROGRESSIVE):
             return marker, offset
