@@ -18,6 +18,7 @@ ROOT = Path(deepsquare.__file__).parent
 ORDER = (
     "_files",
     "_compat",
+    "_terminal",
     "_threads",
     "kernels",
     "functional",

@@ -2,6 +2,7 @@
 
 import difflib
 import io
+import logging
 import os
 import sys
 import warnings
@@ -10,6 +11,7 @@ from importlib import metadata
 
 import tyro
 
+from deepsquare._terminal import printable_lines
 from deepsquare.cli import bench, reproduce
 from deepsquare.cli.eval import eval_command
 from deepsquare.cli.export import export_command
@@ -56,9 +58,22 @@ def _group(commands: dict[str, Callable[..., None]]) -> tyro.extras.SubcommandAp
     return group
 
 
+class _Formatter(logging.Formatter):
+    """The message, as the handler of last resort prints it, without what a terminal would obey."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
+def _print_note(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"deepsquare: note: {printable_lines(str(message))}", file=sys.stderr)
+
+
 def main() -> None:
     """Entry point; a caller's mistake ends in one clear line, not in a traceback."""
-    warnings.showwarning = lambda message, *_, **__: print(f"deepsquare: note: {message}", file=sys.stderr)
+    warnings.showwarning = _print_note
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Formatter())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for a character that it lacks
@@ -72,5 +87,5 @@ def main() -> None:
     except (ValueError, TypeError, OSError, MemoryError) as error:
         message = str(error) or "not enough memory; reduce the batch or input size"
         message = message.replace("input_shape=(channels, height, width)", "--input-shape CHANNELS HEIGHT WIDTH")
-        print(f"deepsquare: error: {message}", file=sys.stderr)
+        print(f"deepsquare: error: {printable_lines(message)}", file=sys.stderr)
         sys.exit(2)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from deepsquare._terminal import show
 from deepsquare.cli._common import AsJson, load_model, model_file
 from deepsquare.export import export
 from deepsquare.export.images import CALIBRATION_IMAGES, PARITY_IMAGES, load_images, sample_files, split_calibration
@@ -59,7 +60,7 @@ def export_command(
         print(json.dumps({**vars(exported), "path": str(exported.path)}))
         return
     noun = f"{'random input' if images is None else 'image'}{'s' if exported.num_images > 1 else ''}"
-    print(f"{exported.path.resolve()}: {exported.size / 1e6:.1f} MB for {exported.runtime}, {exported.precision}")
+    show(f"{exported.path.resolve()}: {exported.size / 1e6:.1f} MB for {exported.runtime}, {exported.precision}")
     print(
         f"On {exported.num_images} {noun} it differs from the model by {exported.max_rel_error:.1e} of the largest "
         f"logit (PyTorch's own float32: {exported.fp32_error:.1e}); the top-1 class is the same for "

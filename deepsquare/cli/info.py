@@ -7,6 +7,7 @@ from typing import Any
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from deepsquare.cli._common import AsJson
 from deepsquare.cost import Cost, cost, format_count
@@ -51,7 +52,7 @@ def info_command(
         }
         print(json.dumps(summary, indent=2))
         return
-    console = Console()
+    console = Console(markup=False)  # brackets in a name are no style
     console.print(_site_table(f"Sites of {type(network).__name__}", model_sites, all_sites))
     title = f"{model}{f' with {spec}' if spec else ''}: cost of one image of {'×'.join(map(str, shape))}"
     console.print(_cost_table(title, base_cost, equipped_cost if spec else None))
@@ -64,7 +65,7 @@ def _site_table(title: str, model_sites: Sites, all_sites: bool) -> Table:
     for kind in KINDS:
         group = model_sites.of_kind(kind)
         if not group:
-            table.add_row(kind, "0", f"[dim]{model_sites.missing[kind]}[/dim]", "")
+            table.add_row(kind, "0", Text(model_sites.missing[kind], "dim"), "")
         elif all_sites:
             for site in group:
                 shape = "×".join(map(str, site.shape))

@@ -9,6 +9,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from deepsquare._terminal import show
 from deepsquare.cli._common import AsJson, load_model, model_file
 from deepsquare.export import load_exported
 from deepsquare.export.exporter import BATCH_SIZE, compute_logits
@@ -52,6 +53,6 @@ def predict_command(
         predictions = [{"class": name, "probability": round(value, 6)} for name, value in likeliest]
         results.append({"image": str(file), "predictions": predictions})
         if not as_json:
-            print(file, *(f"  {value:6.1%}  {name}" for name, value in likeliest), sep="\n")
+            show(file, *(f"  {value:6.1%}  {name}" for name, value in likeliest))
     if as_json:
         print(json.dumps(results))

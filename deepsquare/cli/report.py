@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from deepsquare._terminal import show
+
 RESULTS, FIGURES = Path("results"), Path("docs/figures")  # in a clone of the repository
 
 
@@ -28,4 +30,4 @@ def print_report(results: tuple[Path, ...], figures: tuple[Path, ...], output: P
     require_paper()
     from deepsquare.paper.report import render
 
-    print(f"The report is {render(results, figures, output).resolve()}")
+    show(f"The report is {render(results, figures, output).resolve()}")

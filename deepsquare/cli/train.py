@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from deepsquare._terminal import show
 from deepsquare.training import ImageNetRecipe, LoaderConfig, Recipe, StoppedError, TrainerConfig, init_distributed
 from deepsquare.training.configure import configure
 from deepsquare.training.recipe import RECIPES
@@ -79,17 +80,17 @@ def train_command(
     output = output or Path("out/train") / name
     with init_distributed(device) as distributed:
         for note in notes if distributed.is_main_process else ():
-            print(f"deepsquare: note: {note}", file=sys.stderr)
+            show(f"deepsquare: note: {note}", file=sys.stderr)
         options: dict[str, Any] = {"seed": seed, "config": config, "resume": resume, "results": results}
         try:
             train(name, recipe, data, output, distributed=distributed, **options)
         except (StoppedError, KeyboardInterrupt) as stopped:
             if distributed.is_main_process:
                 message = str(stopped) or "stopped at once"
-                print(f"deepsquare: {message}; the same command with --resume continues", file=sys.stderr)
+                show(f"deepsquare: {message}; the same command with --resume continues", file=sys.stderr)
             sys.exit(SIGTERM_CODE if isinstance(stopped, StoppedError) else SIGINT_CODE)
         if distributed.is_main_process:
-            print(f"The model is {(output / MODEL).resolve()}")
+            show(f"The model is {(output / MODEL).resolve()}")
 
 
 def _print_recipes() -> None:

@@ -132,10 +132,17 @@ def _from_folder(folder: Path) -> Cifar10:
     form, source = _find_form(folder)
     try:
         if source.is_file():
-            return _decoded(form, _members(source.read_bytes(), form), str(source))
-        return _decoded(form, {name: (source / name).read_bytes() for name in form.files}, str(source))
+            return _decoded(form, _members(_read(source, form.size), form), str(source))
+        return _decoded(form, {name: _read(source / name, FILE_LIMIT) for name in form.files}, str(source))
     except ValueError as error:
         raise ValueError(f"{source} is not CIFAR-10 as published: {error}. Fetch it again: {form.origin}") from error
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """The bytes of a file, of which a sparse one may claim more than fit into memory."""
+    if (size := path.stat().st_size) > limit:
+        raise ValueError(f"{path.name} has {size:,} bytes; expected at most {limit:,}")
+    return path.read_bytes()
 
 
 def _find_form(folder: Path) -> tuple[PublishedForm, Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from deepsquare.data.loader import Batch, BatchDataset
-from deepsquare.data.pil import MAX_PIXELS, jpeg_size
+from deepsquare.data.pil import check_cost, jpeg_size
+from deepsquare.data.source import DecodeError
 from deepsquare.data.transforms import CropParams
 
 PREFETCH = 2  # batches in flight: one that DALI decodes, one whose files are read
@@ -54,10 +56,11 @@ class _Decoder:
         """Read the files of a batch that DALI decodes."""
         jpegs = {}
         for position, index in enumerate(indices):
-            data = self.dataset.source.read(index)
-            size = jpeg_size(data)
-            if size is not None and size[0] * size[1] <= MAX_PIXELS:
-                jpegs[position] = data, self.dataset.crop_for(index)(*size)
+            with suppress(DecodeError):  # the others of the batch are left to Pillow, which raises it again
+                data = self.dataset.source.read(index)
+                if size := jpeg_size(data):
+                    check_cost(data, *size)
+                    jpegs[position] = data, self.dataset.crop_for(index)(*size)
         return indices, jpegs
 
     def decode(self, reading: Future[tuple[list[int], Jpegs]]) -> Batch:

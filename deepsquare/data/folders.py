@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepsquare.data.shards import ShardSource
-from deepsquare.data.source import IMAGE_SUFFIXES, Source, is_image, some
+from deepsquare.data.source import IMAGE_SUFFIXES, Source, is_image, read_file, some
 
 
 class FolderSource(Source):
@@ -18,6 +18,9 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self.folder, self.classes = folder, tuple(sorted(classes))
+        # Bytes that are not UTF-8 become surrogates, which could not be written into the checkpoint of the run.
+        if odd := [name for name in self.classes if any("\ud800" <= letter <= "\udfff" for letter in name)]:
+            raise ValueError(f"{folder}: the names of class folders are not in UTF-8: {some(odd)}; rename them")
         images, others = zip(*(_list_images(folder / name) for name in self.classes), strict=True)
         if empty := [
             f"{name} ({'only ' + ', '.join(rest) if rest else 'empty'})"
@@ -35,8 +38,7 @@ class FolderSource(Source):
         self._names = np.array([os.fsencode(name) for files in images for name in files])
 
     def read(self, index: int) -> bytes:
-        with open(self.name(index), "rb", buffering=0) as file:
-            return file.read()
+        return read_file(self.name(index))
 
     def name(self, index: int) -> str:
         return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(self._names[index]))
@@ -124,5 +126,5 @@ def _list_images(folder: Path) -> tuple[list[str], Counter[str]]:
             elif entry.is_file():
                 images.append(entry.name)
             else:
-                raise FileNotFoundError(f"{entry.path} is a broken link; repair or remove it")
+                raise FileNotFoundError(f"{entry.path} is a broken link or no regular file; repair or remove it")
     return sorted(images), others

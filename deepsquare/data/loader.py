@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deepsquare._threads import one_thread
 from deepsquare.data import pil
-from deepsquare.data.source import Source
+from deepsquare.data.source import DecodeError, Source
 from deepsquare.data.transforms import Transform, center_crop, random_crop
 from deepsquare.preprocessing import Preprocessing
 
@@ -124,7 +124,7 @@ class BatchDataset(Dataset[Batch]):
         for position, index in enumerate(indices):
             try:
                 self.decode(self.source.read(index), self.crop_for(index), pixels[position])
-            except pil.DecodeError:
+            except DecodeError:
                 pixels[position] = GREY
                 labels[position] = NO_LABEL
                 damaged.append(self.source.name(index))

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +16,12 @@ import numpy as np
 import torch
 
 from deepsquare._files import atomic_write, ensure_writable
-from deepsquare.data.source import IMAGE_SUFFIXES, Source, some
+from deepsquare.data.source import IMAGE_SUFFIXES, Source, read_file, some
+from deepsquare.data.tar import Member, members
 
-CLASSES = "classes.txt"
+CLASSES, CLASSES_LIMIT = "classes.txt", 2**24  # bytes
 KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # WebDataset's: up to the first dot of the last part
 LABEL_LIMIT = 20  # bytes
-BLOCK = 512  # of a tar file
 
 
 class Sample(NamedTuple):
@@ -52,8 +53,7 @@ class ShardSource(Source):
     def read(self, index: int) -> bytes:
         offset, size = (int(value) for value in self._position[index])
         # Opened each time, which costs microseconds: thousands of shards would exceed the limit of open files.
-        with open(self._path(index), "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), size, offset)
+        data = read_file(self._path(index), offset, size)
         if len(data) != size:
             raise OSError(f"{self.name(index)} is truncated: the shard has changed since it was listed; start again")
         return data
@@ -67,24 +67,33 @@ class ShardSource(Source):
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    try:
-        classes = tuple((folder / CLASSES).read_text(encoding="utf-8").splitlines())
-    except FileNotFoundError as error:
+    path = folder / CLASSES
+    if not path.is_file():
         raise FileNotFoundError(
             f"{folder} has shards but no {CLASSES}; write it, one class name per line in the order of the labels"
-        ) from error
-    invalid = sorted({name for name in classes if classes.count(name) > 1 or not name.strip()})
+        )
+    with path.open("rb") as file:
+        data = file.read(CLASSES_LIMIT + 1)
+    if len(data) > CLASSES_LIMIT:
+        raise ValueError(f"{path} has more than {CLASSES_LIMIT:,} bytes; expected one class name per line")
+    try:
+        classes = tuple(data.decode("utf-8-sig").splitlines())  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error}); save it in UTF-8") from error
+    invalid = sorted(name for name, count in Counter(classes).items() if count > 1 or not name.strip())
     if not classes or invalid:
-        raise ValueError(f"{folder / CLASSES}: expected one class name per line, each once; found {some(invalid)}")
+        raise ValueError(f"{path}: expected one class name per line, each once; found {some(invalid)}")
     return classes
 
 
 def _samples(path: Path, classes: int) -> Iterator[Sample]:
     """The images of a shard with their labels; errors name the shard."""
-    images: dict[str, tarfile.TarInfo] = {}
-    labels: dict[str, tarfile.TarInfo] = {}
+    images: dict[str, Member] = {}
+    labels: dict[str, Member] = {}
+    if not path.is_file():  # opening a named pipe would wait for ever
+        raise FileNotFoundError(f"{path} is a broken link or no regular file; repair or remove it")
     with path.open("rb") as file:
-        for member in _members(path, file):
+        for member in members(path, file):
             matched = KEY.fullmatch(member.name)
             suffix = f".{matched[2].lower()}" if matched else ""
             if not matched or suffix not in (".cls", *IMAGE_SUFFIXES):
@@ -103,27 +112,13 @@ def _samples(path: Path, classes: int) -> Iterator[Sample]:
                 raise ValueError(f"{path}: no {kind} for {some(sorted(missing))}; create the shard again")
         for key, member in images.items():
             label = labels[key]
-            text = os.pread(file.fileno(), min(label.size, LABEL_LIMIT), label.offset_data)
+            text = os.pread(file.fileno(), min(label.size, LABEL_LIMIT), label.offset)
             if label.size > LABEL_LIMIT or not text.strip().isdigit() or int(text) >= classes:
                 raise ValueError(
                     f"{path}: the label {label.name} is {text!r}; expected a whole number below {classes}, the number "
                     f"of lines in {CLASSES}"
                 )
-            yield Sample(member.name, member.offset_data, member.size, int(text))
-
-
-def _members(path: Path, file: io.BufferedReader) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a complete tar file; links, folders and devices are ignored."""
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                if member.isreg() and not member.issparse():
-                    yield member
-            end = os.pread(file.fileno(), BLOCK, archive.offset)
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} cannot be read as a tar file ({error}); copy or create it again") from error
-    if end != bytes(BLOCK):  # tarfile takes a damaged header for the end
-        raise ValueError(f"{path} is truncated or damaged at byte {archive.offset:,}; copy or create it again")
+            yield Sample(*member, int(text))
 
 
 def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> None:
@@ -136,7 +131,7 @@ def write_shards(source: Source, folder: str | Path, per_shard: int = 1000) -> N
         raise ValueError(f"per_shard is {per_shard}; expected at least 1")
     if folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove what is in it")
-    if odd := [name for name in source.classes if len(name.splitlines()) != 1]:
+    if odd := [name for name in source.classes if name.lstrip("\ufeff").splitlines() != [name] or not name.strip()]:
         raise ValueError(f"{CLASSES} has one class per line, but {odd[0]!r} is not one line; rename it")
     ensure_writable(folder)
     for number, first in enumerate(range(0, len(source), per_shard)):

@@ -1,4 +1,4 @@
-"""The interface of a source of images, however they are stored."""
+"""The interface of a source of images, however they are stored, and reading their files."""
 
 import os
 from abc import ABC, abstractmethod
@@ -10,6 +10,13 @@ from torch import Tensor
 
 # Those of torchvision's ImageFolder.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+MAX_BYTES = 2**30  # of an image's file; an uncompressed image of the largest size allowed has at most 720 MB
+
+
+class DecodeError(ValueError):
+    """An image that cannot be decoded."""
 
 
 class Source(ABC):
@@ -24,11 +31,22 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The bytes of the image's file."""
+        """The bytes of the image's file; DecodeError if it is larger than an image can be."""
 
     @abstractmethod
     def name(self, index: int) -> str:
         """The image's path, for messages."""
+
+
+def read_file(path: str | os.PathLike[str], offset: int = 0, size: int | None = None) -> bytes:
+    """The bytes of an image's file, or of ``size`` bytes in it; a sparse file of a few bytes can claim to have 2⁶³."""
+    with open(path, "rb", buffering=0) as file:
+        if size is None:
+            size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise DecodeError(f"{size:,} bytes; expected at most {MAX_BYTES:,}")
+        file.seek(offset)
+        return file.read(size)
 
 
 def is_image(name: str) -> bool:

@@ -119,7 +119,8 @@ def list_files(folder: Path) -> list[ImageFile]:
                 f"{CLASSES}{hint}. Unpack Tiny ImageNet again"
             )
         files += sorted(listed, key=lambda file: file.name)
-    digest = hashlib.sha256("\n".join(file.name for file in files).encode()).hexdigest()
+    names = "\n".join(file.name for file in files)
+    digest = hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()  # names need not be in UTF-8
     if digest != NAMES_SHA256:
         raise ValueError(
             f"{folder} has as many images as Tiny ImageNet, but other names or classes (sha256 {digest[:12]}…; "

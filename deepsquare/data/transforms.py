@@ -13,6 +13,7 @@ import numpy as np
 from deepsquare.preprocessing import Preprocessing
 
 TRIES = 10  # torchvision's
+MAX_PIXELS = 89_478_485  # of an image, before and after resizing; above this, Pillow warns of a decompression bomb
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,16 @@ def random_crop(transform: TrainTransform, width: int, height: int, seed: int, e
 
 
 def center_crop(preprocessing: Preprocessing, width: int, height: int) -> CropParams:
-    """The whole image resized, then its center, rounded as torchvision's Resize and CenterCrop do."""
-    longer = int(preprocessing.resize * max(width, height) / min(width, height))
-    resized = (preprocessing.resize, longer) if width <= height else (longer, preprocessing.resize)
-    left, top = (round((side - preprocessing.size) / 2) for side in resized)
-    return CropParams(0, 0, width, height, resized, (left, top))
+    """The whole image resized, then its center, rounded as torchvision's Resize and CenterCrop do.
+
+    NOTE not in paper: an image so narrow that the resized one would have more than ``MAX_PIXELS`` (with 256 pixels, one
+    of more than 1365 : 1) is shortened to that at both ends first, which its center crop does not show.
+    """
+    resize, shorter, longer = preprocessing.resize, min(width, height), max(width, height)
+    excess = longer - MAX_PIXELS * shorter // resize**2
+    cut = max(0, min(excess + 1, longer - shorter) // 2)  # the same at both ends: the center stays
+    longer -= 2 * cut
+    side = int(resize * longer / shorter)
+    left, top, resized = (0, cut, (resize, side)) if width <= height else (cut, 0, (side, resize))
+    x, y = (round((side - preprocessing.size) / 2) for side in resized)
+    return CropParams(left, top, width - 2 * left, height - 2 * top, resized, (x, y))

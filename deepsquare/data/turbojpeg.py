@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepsquare.data.pil import MAX_PIXELS, CropFor, Pixels, open_image
+from deepsquare.data.pil import CropFor, Pixels, check_cost, open_image
 from deepsquare.data.transforms import CropParams
 
 MARGIN = 1.5  # with 1, images differ from torchvision's by up to 2.7 levels on average, with this by 0.8
@@ -34,7 +34,8 @@ def _decode_reduced(data: bytes, crop_for: CropFor) -> tuple[Pixels, CropParams,
     """The pixels, the crop of the whole image, and the factor by which the pixels are reduced."""
     with suppress(ValueError):  # of a file that libjpeg-turbo rejects: Pillow decides on it
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        if colorspace in COLORSPACES and width * height <= MAX_PIXELS:
+        check_cost(data, width, height)
+        if colorspace in COLORSPACES:
             crop = crop_for(width, height)
             ratio = min(crop.width / crop.resized[0], crop.height / crop.resized[1])
             factor = max(factor for factor in (1, 2, 4, 8) if factor == 1 or MARGIN * factor <= ratio)

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from deepsquare.data.pil import FORMATS, DecodeError, decode
-from deepsquare.data.source import is_image
+from deepsquare.data.pil import FORMATS, decode
+from deepsquare.data.source import DecodeError, is_image, read_file
 from deepsquare.data.transforms import center_crop
 from deepsquare.preprocessing import Preprocessing
 
@@ -31,7 +31,7 @@ def load_images(files: Sequence[Path], preprocessing: Preprocessing, upright: bo
         try:
             with warnings.catch_warnings():  # decode refuses images of too many pixels itself
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                decode(file.read_bytes(), partial(center_crop, preprocessing), out, upright)
+                decode(read_file(file), partial(center_crop, preprocessing), out, upright)
         except DecodeError as error:
             kinds = ", ".join(FORMATS)
             raise ValueError(f"{file} cannot be read as an image ({error}); expected one of {kinds}") from error

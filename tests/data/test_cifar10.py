@@ -6,6 +6,7 @@ The tests read an imitation with four images in a file instead of 10,000.
 import hashlib
 import io
 import json
+import os
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -119,6 +120,15 @@ def test_a_broken_file_is_named(imitation: Imitation, case: str) -> None:
         load_cifar10(folder)
     assert str(folder) in str(error.value)
     assert "Fetch it again" in str(error.value)
+
+
+def test_a_file_that_claims_too_much_is_not_read(imitation: Imitation) -> None:
+    for name, limit in (("test_batch.bin", "67,108,864"), ("cifar-10-binary.tar.gz", r"[\d,]+")):
+        files = imitation.binary if name.endswith("bin") else {name: b""}
+        folder = imitation.write(files)
+        os.truncate(folder / name, 2**42)  # sparse
+        with pytest.raises(ValueError, match=f"{name} has 4,398,046,511,104 bytes; expected at most {limit}. Fetch"):
+            load_cifar10(folder)
 
 
 @pytest.mark.parametrize("name", ["cifar-10-batches-py/data_batch_1", "data_batch_1", "cifar-10-python.tar.gz"])

@@ -1,11 +1,13 @@
 """The three pipelines yield the same images, and none fails on a damaged one."""
 
+import io
 import multiprocessing
 import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from deepsquare.data import Batch, Source, TrainTransform, available, batches, loader, open_source, write_shards
-from deepsquare.data.pil import jpeg_size
+from deepsquare.data.pil import MAX_SCANNED, check_cost, jpeg_size
+from deepsquare.data.source import DecodeError
 from deepsquare.data.transforms import Transform, random_crop
 from deepsquare.preprocessing import Preprocessing
 
@@ -147,8 +150,6 @@ def test_shards_yield_the_images_of_the_folder(mixed: Source, tmp_path: Path, pi
 
 def bomb() -> bytes:
     """A small PNG that claims 30,000 × 30,000 pixels."""
-    import zlib
-
     header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
     return b"\x89PNG\r\n\x1a\n" + chunk
@@ -160,6 +161,72 @@ def large_jpeg() -> bytes:
     place = data.index(b"\xff\xc0") + 5
     data[place : place + 4] = struct.pack(">HH", 65_000, 65_000)
     return bytes(data)
+
+
+def progressive(scans: int) -> bytes:
+    """A progressive JPEG of 400 × 400 pixels whose last scan, of a few bytes, is repeated."""
+    out = io.BytesIO()
+    Image.new("L", (400, 400), 128).save(out, "JPEG", progressive=True)
+    data = out.getvalue()
+    repeated = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + repeated * (scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def with_frames(form: str) -> bytes:
+    """An animation of 200 frames."""
+    out, frames = io.BytesIO(), [Image.new("RGB", (40, 40), (level, 0, 0)) for level in range(200)]
+    frames[0].save(out, form, save_all=True, append_images=frames[1:])
+    return out.getvalue()
+
+
+def tile(side: int) -> bytes:
+    """A TIFF of 16 × 16 black pixels in one tile of ``side`` × ``side``."""
+    data = zlib.compress(bytes(side**2), 9)
+    values = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: len(data)}
+    tags = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(values)) + tags + bytes(4)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_what_an_image_costs_is_limited(tmp_path: Path, pipeline: str) -> None:
+    needs(pipeline)
+    (folder := tmp_path / "val" / "a").mkdir(parents=True)
+    scans = MAX_SCANNED // 400**2
+    files = {
+        "a narrow": encode(np.full((3000, 1, 3), 90, np.uint8), form="PNG"),
+        "b many scans": progressive(scans + 1),
+        "c scans": progressive(scans),
+        "d frames": with_frames("WEBP"),
+        "e frames": with_frames("TIFF"),
+        "f no width": b"BM" + struct.pack("<IIIIiiHHIIIIII", 54, 0, 54, 40, 0, 1, 1, 24, 0, 0, 0, 0, 0, 0),
+        "g tile": tile(10_000),
+    }
+    for name, data in files.items():
+        (folder / f"{name}.jpg").write_bytes(data)
+    with (folder / "h sparse.jpg").open("wb") as file:
+        file.truncate(2**40)
+    source = open_source(tmp_path, "val")
+    (batch,) = batches(source, [range(len(source))], Preprocessing(size=16, resize=512), pipeline=pipeline)
+    assert [Path(name).stem for name in batch.damaged] == ["b many scans", "f no width", "g tile", "h sparse"]
+    levels = batch.images[:, 0].flatten(1).float().mean(1).tolist()
+    assert [round(level) for level in levels] == [90, 128, 128, 0, 0, 128, 128, 128]
+
+
+def test_the_scans_of_a_jpeg_are_counted_only_where_they_can_be_many() -> None:
+    class NotCounted(bytes):
+        def count(self, *_: Any) -> int:
+            raise AssertionError("the whole file is read")
+
+    check_cost(NotCounted(encode(draw_image(90, 90))), 90, 90)
+    with pytest.raises(AssertionError, match="the whole file"):
+        check_cost(NotCounted(progressive(10)), 400, 400)
+    check_cost(progressive(23_860), 500, 375)
+    with pytest.raises(DecodeError, match="23,861 scans of 500 × 375 pixels; expected at most 23,860"):
+        check_cost(progressive(23_861), 500, 375)
+    assert jpeg_size(b"\xff\xd8" + b"\xff" * 10_000 + encode(draw_image(90, 90))[2:]) is None  # not common
+    hidden = progressive(100_000).replace(b"\xff\xc2", b"\0\xff\xc2", 1)  # libjpeg skips a byte before a marker
+    with pytest.raises(DecodeError, match=r"100,000 scans of 400 × 400 pixels; expected at most 27,962"):
+        check_cost(hidden, 400, 400)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

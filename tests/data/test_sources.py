@@ -6,18 +6,20 @@ import os
 import pickle
 import tarfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.images import draw_image, encode, make_class_folders
+from PIL import Image
 from scipy import stats
 
-from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, write_shards
+from deepsquare.data import Source, TrainTransform, check_same_classes, open_source, pil, write_shards
 from deepsquare.data.loader import BatchDataset
 from deepsquare.data.pil import jpeg_size
-from deepsquare.data.transforms import CropParams, center_crop, random_crop
+from deepsquare.data.transforms import MAX_PIXELS, CropParams, center_crop, random_crop
 from deepsquare.preprocessing import Preprocessing
 
 
@@ -226,6 +228,40 @@ def test_a_shard_that_shrinks_is_noticed(tmp_path: Path) -> None:
         source.read(0)
 
 
+def test_the_encoding_of_classes(tmp_path: Path) -> None:
+    path = shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"1"}).with_name("classes.txt")
+    path.write_text("café\n漢字\n", encoding="utf-8-sig")
+    assert open_source(tmp_path, "val").classes == ("café", "漢字")
+    path.write_text("café\n", encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=r"classes.txt is not in UTF-8 \(.* byte 0xe9 in position 3.*; save it in UTF-8"
+    ):
+        open_source(tmp_path, "val")
+    path.write_text("a" * 2**24 + "\n")
+    with pytest.raises(ValueError, match=r"classes.txt has more than 16,777,216 bytes; expected one class name"):
+        open_source(tmp_path, "val")
+    touch(tmp_path, os.fsdecode(b"train/caf\xe9/1.jpg"))
+    with pytest.raises(ValueError, match="the names of class folders are not in UTF-8: caf\udce9; rename them"):
+        open_source(tmp_path, "train")
+
+
+def test_the_classes_are_looked_through_once(tmp_path: Path) -> None:
+    path = shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"1"}).with_name("classes.txt")
+    names = [f"class{number}" for number in range(100_000)]  # a comparison of all pairs takes minutes
+    path.write_text("\n".join(names))
+    assert open_source(tmp_path, "val").classes == tuple(names)
+    path.write_text("\n".join([*names, "class7"]))
+    with pytest.raises(ValueError, match=r"each once; found class7$"):
+        open_source(tmp_path, "val")
+
+
+@pytest.mark.parametrize("name", ["a\u2028b", "\ufeffa", " "])
+def test_classes_that_cannot_be_written_line_by_line(tmp_path: Path, name: str) -> None:
+    touch(tmp_path / "a", f"train/{name}/1.jpg")
+    with pytest.raises(ValueError, match=r"has one class per line, but .* is not one line; rename it"):
+        write_shards(open_source(tmp_path / "a", "train"), tmp_path / "b" / "train")
+
+
 @pytest.mark.parametrize("text", ["", "a\na\n", "a\n\nb\n"])
 def test_classes_are_named_once(tmp_path: Path, text: str) -> None:
     shard(tmp_path / "val" / "x.tar", {"a.jpg": b"", "a.cls": b"0"})
@@ -290,6 +326,49 @@ def test_the_center_crop_is_torchvisions(width: int, height: int) -> None:
     whole, (left, top) = F.resize(image, [256]), crop.corner
     assert crop.resized == (whole.shape[2], whole.shape[1])
     assert torch.equal(F.center_crop(whole, [224]), whole[:, top : top + 224, left : left + 224])
+
+
+def whole_image_crop(resize: int, size: int, width: int, height: int) -> CropParams:
+    """The center crop of the whole resized image, whatever it costs: images of ordinary shapes keep it bit by bit."""
+    longer = int(resize * max(width, height) / min(width, height))
+    resized = (resize, longer) if width <= height else (longer, resize)
+    left, top = (round((side - size) / 2) for side in resized)
+    return CropParams(0, 0, width, height, resized, (left, top))
+
+
+def test_ordinary_images_are_resized_whole() -> None:
+    rng = np.random.default_rng(0)
+    for size, resize in ((224, 256), (32, 32), (288, 330), (1, 1), (64, 73)):
+        shapes = [(1, 1365), (1365, 1), (40, 30), (1, 1), *(2 ** rng.uniform(0, 13, (2000, 2))).astype(int).tolist()]
+        for width, height in shapes:
+            if resize**2 * max(width, height) <= MAX_PIXELS * min(width, height):
+                crop = center_crop(Preprocessing(size=size, resize=resize), width, height)
+                assert crop == whole_image_crop(resize, size, width, height)
+
+
+@pytest.mark.parametrize("shape", [(1, 65_000), (65_000, 1), (2, 20_000_001), (7, 12_000), (1, 3), (1, 4)])
+@pytest.mark.parametrize("resize", [256, 1000, 8192])
+def test_a_long_image_is_shortened_at_both_ends(shape: tuple[int, int], resize: int) -> None:
+    crop = center_crop(Preprocessing(size=224, resize=resize), *shape)
+    assert math.prod(crop.resized) <= max(MAX_PIXELS, 2 * resize**2)
+    assert min(crop.resized) == resize
+    for start, kept, side, resized, corner in zip(crop[:2], crop[2:4], shape, crop.resized, crop.corner, strict=True):
+        assert 2 * start + kept == side, "its center is that of the image"
+        assert 0 <= corner <= resized - 224
+        assert resized * min(shape) == pytest.approx(resize * kept, abs=min(shape)), "it keeps its aspect ratio"
+
+
+def test_a_long_image_shows_its_center() -> None:
+    from torchvision.transforms.v2 import functional as F
+
+    pixels = draw_image(3, 6000)
+    preprocessing = Preprocessing(size=192, resize=256)
+    image = F.resize(Image.fromarray(pixels), [256])  # 256 × 512,000 pixels
+    expected = np.asarray(F.center_crop(image, [192])).astype(int)
+    out = np.empty((192, 192, 3), np.uint8)
+    assert center_crop(preprocessing, 3, 6000).height < 6000
+    pil.decode(encode(pixels, form="PNG"), partial(center_crop, preprocessing), out)
+    assert np.abs(out - expected).max() <= 1
 
 
 def test_the_crop_of_either_transform(tmp_path: Path) -> None:

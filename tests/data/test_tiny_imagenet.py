@@ -1,6 +1,7 @@
 """Tiny ImageNet: both layouts give the same images, the cache is mapped, and an incomplete folder is refused early."""
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -178,6 +179,11 @@ def break_other_size(folder: Path) -> None:
     Image.new("RGB", (32, 64)).save(folder / "train" / "n01" / "images" / "n01_1.JPEG")
 
 
+def break_latin_name(folder: Path) -> None:
+    path = folder / "train" / "n01" / "images" / "n01_1.JPEG"
+    path.rename(path.with_name(os.fsdecode(b"caf\xe9.JPEG")))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -189,6 +195,7 @@ def break_other_size(folder: Path) -> None:
         (break_missing_val_image, "in only one of images and val_annotations.txt: val_3.JPEG"),
         (break_wrong_class, "other names or classes"),
         (break_truncated, "n01_1.JPEG cannot be decoded .* unpack Tiny ImageNet again"),
+        (break_latin_name, "other names or classes"),
         (break_other_size, "it has 32 × 64 pixels; expected 64 × 64"),
     ],
 )

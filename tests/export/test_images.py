@@ -1,6 +1,7 @@
 """Image files as the input of a model: preprocessing, orientation, calibration."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.exported import IMAGES, trained
-from helpers.images import make_colored_folders
+from helpers.images import draw_image, make_colored_folders
 from helpers.shell import Shell
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 from deepsquare.checkpoint import save
@@ -47,6 +48,31 @@ def test_cameras_and_scanners(tmp_path: Path) -> None:
     assert not torch.equal(as_stored, plain)
     with pytest.raises(FileNotFoundError, match="is a folder; give images"):
         load_images([tmp_path], IMAGES)
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_images_are_turned_as_by_pillow(tmp_path: Path, orientation: int) -> None:
+    image = Image.fromarray(draw_image(30, 20))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "turned.png", exif=exif)
+    ImageOps.exif_transpose(Image.open(tmp_path / "turned.png")).save(tmp_path / "upright.png")
+    preprocessing = Preprocessing((), 16, 20)
+    (turned,) = load_images([tmp_path / "turned.png"], preprocessing, upright=True)
+    assert torch.equal(turned, load_images([tmp_path / "upright.png"], preprocessing)[0])
+
+
+def test_damaged_exif_data_does_not_cost_the_image(tmp_path: Path) -> None:
+    image = Image.fromarray(draw_image(30, 20))
+    orientation, description = (0x0112, 3, 1, 6, 0), (0x010E, 11, 1, 0, 0)  # a description that is a float
+    damaged = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + b"".join(
+        struct.pack("<HHIHH", *entry) for entry in (description, orientation)
+    )
+    image.save(tmp_path / "damaged.png", exif=damaged + bytes(4))
+    image.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "upright.png")
+    files = [tmp_path / "damaged.png", tmp_path / "upright.png"]
+    turned, upright = load_images(files, Preprocessing((), 16, 20), upright=True)
+    assert torch.equal(turned, upright)
 
 
 def test_folders_are_predicted_as_their_images_in_batches(

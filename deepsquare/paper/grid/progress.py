@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deepsquare._terminal import printable_lines
 from deepsquare.results import Row
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Progress:
         self._seconds, self._work = 0.0, 0.0  # measured, and what was expected for the same epochs
 
     def log(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable_lines(text), markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def live(self, waiting: Sequence[TrainingRun], workers: int) -> Iterator[None]:
