@@ -27,6 +27,7 @@ ORDER = (
     "models",
     "preprocessing",
     "timm_models",
+    "header",
     "checkpoint",
     "cost",
     "batchnorm",
