@@ -114,7 +114,10 @@ def load(path: PathLike, spec: str | None = None, init: Init | None = None) -> n
     kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape, "init": init or header.init}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* with γ = 0")  # the weights are loaded below
-        model = create_model(header.name, header.spec if spec is None else spec, **kwargs)
+        try:
+            model = create_model(header.name, header.spec if spec is None else spec, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{path} holds {header.name}: {error}") from error
     if header.folded:
         model = fold(model.eval())
     for key, value in (*model.named_parameters(), *model.named_buffers()):

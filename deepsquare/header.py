@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from deepsquare._compat import upgrade_header
 from deepsquare.preprocessing import Preprocessing
-from deepsquare.surgery import Init
+from deepsquare.surgery import Init, parse_spec
 from deepsquare.surgery.inputs import check_sides
 
 PathLike = str | os.PathLike[str]
@@ -45,6 +45,7 @@ class Header:
     run: RunInfo | None = None
 
     def __post_init__(self) -> None:
+        parse_spec(self.spec)
         if self.input_shape is not None:
             check_sides(self.input_shape)
 

@@ -419,6 +419,8 @@ HOSTILE: dict[str, tuple[dict[str, str | None], str]] = {
     "twice": ({"kwargs": '{"spec": "pooling", "name": "resnet18"}'}, "cannot be built"),
     "a long spec": ({"spec": '"' + "+".join(["pooling"] * 20_000) + '"'}, "spec has 160001 characters"),
     "iterations": ({"spec": '"isqrt_cov(iterations=100000000)"'}, "iterations is 100000000; expected 1 to 1000"),
+    "no spec": ({"spec": '"timm/resnet152"'}, "header of .* is damaged .not a spec"),
+    "no site": ({"kwargs": '{"num_classes": 3, "global_pool": ""}', "name": '"timm/test_resnet"'}, "test_resnet: "),
     "a wide module": ({"spec": '"bilinear(size=65536)"'}, "does not fit its header"),
     "sides": ({"input_shape": "[3, -32, 32]"}, "sides of at least 1"),
     "no sides": ({"input_shape": "[]"}, "sides of at least 1"),

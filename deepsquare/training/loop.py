@@ -1,6 +1,7 @@
 """The training loop: epochs of steps, evaluation, checkpoints, and a stop when the run diverges."""
 
 import ctypes
+import json
 import logging
 import math
 import os
@@ -145,9 +146,10 @@ class _Run:
         # A damaged file must not take the place of the good one before it.
         state, self.keep_previous = read_state(path)
         try:
+            json.dumps([state["progress"], state["recipe"]])  # no tensors, which have no one truth value
             progress = msgspec.convert(state["progress"], _Progress)
             recipe = msgspec.convert(state["recipe"], dict[str, Any])
-        except msgspec.ValidationError as error:
+        except (TypeError, ValueError) as error:  # of json or msgspec
             raise ValueError(f"the progress of {path} is damaged ({error}); remove it to start again") from error
         expected = {"identity": self.identity, **added_defaults(), **self.described}
         stored = {"identity": progress.identity, **added_defaults(), **recipe}
@@ -156,7 +158,7 @@ class _Run:
             raise ValueError(f"{path} belongs to another run: {names}. Remove it or choose another path")
         try:
             self.trainer.restore(state)
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} belongs to another model: {error}. Remove it or choose another path") from error
         self.history, self.epoch_metrics = progress.history, progress.epoch_metrics
         self.bad_epochs = progress.bad_epochs

@@ -164,7 +164,8 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(tmp_path: Path, caplo
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("progress", None), ("progress", {}), ("progress", [1]), ("recipe", None), ("recipe", 3), ("random", None),
+        ("progress", None), ("progress", {}), ("progress", [1]), ("recipe", None), ("recipe", 3),
+        ("recipe", torch.zeros(3)), ("recipe", {"lr": torch.zeros(3)}), ("random", None),
         ("optimizer", {}), ("optimizer", None), ("model", None), ("random", {"torch": 1}), ("ema", 5),
     ],
 )  # fmt: skip
