@@ -216,9 +216,16 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
         ) from error
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else state
-    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not state or not all(map(_is_entry, state, state.values())):
         raise ValueError(f"{path} holds no state_dict; expected what torch.save(model.state_dict(), path) writes")
     return {key.removeprefix("module."): value for key, value in state.items()}  # of DistributedDataParallel
+
+
+def _is_entry(key: object, value: object) -> bool:
+    """Whether both are of a state_dict, with values that can be read: not on the meta device, sparse or quantized."""
+    if not isinstance(key, str) or not isinstance(value, Tensor):
+        return False
+    return not (value.is_meta or value.is_quantized or value.layout != torch.strided)
 
 
 def _add_betas(tensors: dict[str, Tensor], model: nn.Module, path: PathLike, terms: set[str]) -> dict[str, Tensor]:
@@ -243,7 +250,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         del expected[key]
     new = [key for key in expected if key not in tensors and PREFIX in key and not header.folded]
     problems = [f"{key} is missing" for key in expected if key not in tensors and key not in new]
-    problems += [f"{key} is not part of the model" for key in tensors if key not in expected]
+    unknown = (key for key in tensors if key not in expected)
+    problems += [f"{key if key.isprintable() else repr(key)} is not part of the model"[-200:] for key in unknown]
     for key, value in expected.items():
         if key in tensors and tensors[key].shape != value.shape:
             problems.append(f"{key} is {tuple(tensors[key].shape)} in the file, {tuple(value.shape)} in the model")
