@@ -7,7 +7,7 @@ import binascii
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from deepsquare.paper.regimes import TEST_IMAGES
 from deepsquare.results import Row, unpack_bits
@@ -38,6 +38,14 @@ class Probes(msgspec.Struct, rename={"means": "M", "pooled": "G", "moments": "M,
     control: Share
 
 
+class Estimate(msgspec.Struct):
+    """A mean over seeds with its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
 class AnyMetrics(msgspec.Struct):
     """The metrics that mean the same in the rows of every experiment that has them."""
 
@@ -57,7 +65,11 @@ class AnyMetrics(msgspec.Struct):
     refused: str | None = None
     undelegated_muls: int | None = None
     overflows: int | None = None
-    components: dict[str, int] | None = None
+    components: dict[str, int] = {}
+    verdicts: dict[str, dict[str, float]] = {}
+    means: dict[str, Estimate] = {}
+    against_relu: dict[str, Estimate] = {}
+    difference: Estimate | UnsetType = UNSET
 
 
 class AnyRecipe(msgspec.Struct):
@@ -76,6 +88,10 @@ class AnyRecipe(msgspec.Struct):
     case: str | None = None
     rank: int | None = None
     drawn: int | None = None
+    seeds: int = 0
+    steps: int | None = None
+    task: str = ""
+    metric: str = ""
 
 
 class Metrics(AnyMetrics, kw_only=True):

@@ -78,6 +78,9 @@ def test_mean_curve() -> None:
         ("flowers", "metrics", {"accuracy": 71}, "<= 1.0"),
         ("flowers", "recipe", {"epochs": "ten"}, r"Expected `int \| null`, got `str` - at `\$.epochs`"),
         ("spirals", "recipe", {"model": ["a"]}, r"\$.model"),
+        ("spirals", "metrics", {"means": {"test_loss": {"mean": 1, "low": 0, "high": None}}}, r"\$.means.*high"),
+        ("regimes", "metrics", {"difference": None}, r"\$.difference"),
+        ("fig2", "metrics", {"components": None}, r"\$.components"),
     ],
 )
 def test_a_field_of_another_type_is_named_with_file_and_line(
