@@ -32,11 +32,11 @@ def upgrade_header(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_training_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A training state (``last.pt``) of version 2, or an early one of version 3, with the names of today."""
+    """A training state (``last.pt``) of version 2 or 3 with the names of today; version 4 added a checksum."""
     names = {"optimiser": "optimizer", "average": "ema"}
     upgraded = {names.get(key, key): value for key, value in state.items()}
     progress_keys = {"tally": "epoch_metrics", "losing": "bad_epochs", "right": "correct"}
     for key, inner_names in (("recipe", RECIPE_KEYS), ("progress", progress_keys)):
         if key in upgraded:
             upgraded[key] = rename_keys(upgraded[key], inner_names)
-    return {**upgraded, "version": 3}
+    return {**upgraded, "version": 4}

@@ -1,6 +1,8 @@
-"""Writing files atomically, and locking them."""
+"""Writing files atomically, checksums at their ends, and locking them."""
 
 import glob
+import hashlib
+import io
 import os
 import uuid
 from collections.abc import Iterator
@@ -8,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
+
+CHECKSUM = b"deepsquare SHA256"  # before the digest, at the end of a file; readers of zip and flatbuffers ignore both
 
 
 @contextmanager
@@ -34,6 +38,35 @@ def remove_stale_temps(path: Path) -> None:
     """Remove temporary files of killed writers of ``path``; no process may be writing it now."""
     for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}*"):
         temporary.unlink(missing_ok=True)
+
+
+def append_checksum(buffer: io.BytesIO) -> None:
+    """Add the checksum of the content at its end."""
+    footer = CHECKSUM + hashlib.sha256(buffer.getbuffer()).digest()
+    buffer.seek(0, os.SEEK_END)
+    buffer.write(footer)
+
+
+def verify_checksum(path: Path) -> bool | None:
+    """Whether a file has the checksum of its content at its end; None if it has none.
+
+    It tells damage, not malice: whoever changes a file can write the checksum of what it is then.
+    """
+    length = len(CHECKSUM) + hashlib.sha256().digest_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        left = file.seek(0, os.SEEK_END) - length
+        if left < 0:
+            return None
+        file.seek(left)
+        footer = file.read(length)
+        if not footer.startswith(CHECKSUM):
+            return None
+        file.seek(0)
+        while left and (chunk := file.read(min(left, 2**20))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return footer == CHECKSUM + digest.digest()
 
 
 def lock(file: IO[Any], *, wait: bool = True) -> bool:

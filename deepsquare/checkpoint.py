@@ -5,25 +5,22 @@ Unpickling a file can run code, so pickled files are refused; :func:`load_pretra
 
 import copy
 import importlib.util
-import json
 import logging
-import os
+import math
 import re
 import warnings
-from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deepsquare._compat import upgrade_header
 from deepsquare._files import atomic_write
-from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model
+from deepsquare.header import NO_HEADER, Header, PathLike, RunInfo, is_pickled, read_header
+from deepsquare.models import WEIGHT_KWARGS, ModelConfig, count_values, create_model
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import (
     PREFIX,
@@ -40,38 +37,15 @@ from deepsquare.surgery import (
     spec_key,
     unwrap,
 )
+from deepsquare.surgery.inputs import example_shape, float_tensor
 from deepsquare.surgery.insertion import BETA
 
+__all__ = ["RunInfo", "load", "load_pretrained", "load_weights", "read_header", "save"]
 logger = logging.getLogger("deepsquare")
-PathLike = str | os.PathLike[str]
-VERSION = 2
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """The training run that a model comes from."""
-
-    row: str  # its label
-    seed: int
-    init_from: str | None = None  # the row whose trained weights it started from; None for random weights
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of a checkpoint; name, kwargs, spec, dropout and input_shape are those of ``create_model``."""
-
-    name: str | None  # None for a model that create_model did not build
-    kwargs: dict[str, Any]
-    spec: str
-    dropout: float | None
-    input_shape: tuple[int, ...] | None  # None for a model without a spec
-    folded: bool
-    init: Init = "paper"
-    preprocessing: Preprocessing | None = None
-    run: RunInfo | None = None
-
-
-NO_HEADER = Header(name=None, kwargs={}, spec="", dropout=None, input_shape=None, folded=False)  # of other programs
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # that weights may have in a file
+MAX_TRIED = 2**22  # values of an input on which a model with several types is tried
+VALUES = 2**24, 4  # of a model: those that any may have, and for each in its file; heads differ, and fold drops some
+CALLS = 50_000, 200  # of torch to build a model: those for any, and for each of its tensors; networks take about ten
 
 
 def save(
@@ -98,14 +72,7 @@ def save(
         preprocessing=preprocessing,
         run=run,
     )
-    try:
-        fields = {"format": "deepsquare", "version": VERSION, **asdict(header)}
-        metadata = {key: json.dumps(value) for key, value in fields.items()}
-    except TypeError as error:
-        raise ValueError(
-            f"the kwargs {header.kwargs} of {header.name} cannot be stored: {error}. Build the model with numbers, "
-            "strings and booleans only"
-        ) from error
+    metadata = header.dumps()
     state = {key: value for key, value in model.state_dict().items() if not is_spec_key(key)}
     if missing := next((key for key, value in state.items() if value.is_meta), None):
         raise ValueError(
@@ -142,17 +109,22 @@ def load(path: PathLike, spec: str | None = None, init: Init | None = None) -> n
     if header.name.startswith("timm/deepsquare_") and importlib.util.find_spec("timm") is not None:
         from deepsquare import timm_models  # noqa: F401  # registers the name with timm
     kwargs = {key: value for key, value in header.kwargs.items() if key not in WEIGHT_KWARGS}
+    tensors, terms = _read_tensors(path), {term.name for term in parse_spec(header.spec)}
+    _check_size(header, kwargs, tensors, path)
     kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape, "init": init or header.init}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* with γ = 0")  # the weights are loaded below
-        model = create_model(header.name, header.spec if spec is None else spec, **kwargs)
+        try:
+            model = create_model(header.name, header.spec if spec is None else spec, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{path} holds {header.name}: {error}") from error
     if header.folded:
         model = fold(model.eval())
-    tensors = load_file(path)
     for key, value in (*model.named_parameters(), *model.named_buffers()):
-        if key in tensors:
+        if key in tensors and (tensors[key].dtype in FLOATS or not value.is_floating_point()):
             value.data = value.data.to(tensors[key].dtype)
-    _fill(model, tensors, path, header, {term.name for term in parse_spec(header.spec)})
+    _fill(model, tensors, path, header, terms)
+    _check_dtypes(model, tensors, path)
     return model
 
 
@@ -162,7 +134,7 @@ def load_weights(model: nn.Module, path: PathLike) -> list[str]:
     Only DeepSquare's own keys may be missing (the file holds the base model); any other mismatch is an error.
     """
     header = read_header(path)
-    tensors, terms = _take_spec(load_file(path), model, path, header)
+    tensors, terms = _take_spec(_read_tensors(path), model, path, header)
     return _fill(unwrap(model), tensors, path, header, terms)
 
 
@@ -173,10 +145,10 @@ def load_pretrained(model: nn.Module, path: PathLike) -> list[str]:
     file may also be a ``state_dict`` that ``torch.save`` wrote.
     """
     path, model = Path(path), unwrap(model)
-    if path.is_file() and _is_pickled(path):
+    if path.is_file() and is_pickled(path):
         header, tensors = NO_HEADER, _read_state_dict(path)
     else:
-        header, tensors = read_header(path), load_file(path)
+        header, tensors = read_header(path), _read_tensors(path)
     tensors, terms = _take_spec(tensors, model, path, header)
     expected = model.state_dict()
     # torchvision sets the auxiliary classifiers that a model is built without to None.
@@ -209,6 +181,30 @@ def _take_spec(
     return {key: value for key, value in tensors.items() if key not in named}, terms
 
 
+def _read_tensors(path: PathLike) -> dict[str, Tensor]:
+    """The tensors of a safetensors file whose header was read."""
+    try:
+        return load_file(path)
+    except Exception as error:  # a type of numbers that this torch lacks, or a file that another program changes
+        raise ValueError(f"the tensors of {path} cannot be read ({error}); fetch or save it again") from error
+
+
+def _check_size(header: Header, kwargs: dict[str, Any], tensors: dict[str, Tensor], path: PathLike) -> None:
+    """Refuse a header whose model is far larger than the file, before the model takes memory."""
+    assert header.name is not None
+    stored = sum(value.numel() for value in tensors.values())
+    try:
+        max_calls = CALLS[0] + CALLS[1] * len(tensors)
+        values = count_values(header.name, header.spec, header.input_shape, kwargs, max_calls)
+    except Exception as error:  # kwargs that the builder does not check can fail anywhere
+        raise ValueError(f"{path} holds a model that cannot be built: {error}") from error
+    if values > VALUES[0] + VALUES[1] * stored:
+        raise ValueError(
+            f"{path} does not fit its header: {header.name} with spec {header.spec!r} and kwargs {header.kwargs} has "
+            f"{values} values, the file {stored}; fetch or save it again"
+        )
+
+
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickled ``state_dict``, alone or as ``state_dict`` or ``model`` in a training checkpoint."""
     try:
@@ -220,9 +216,16 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
         ) from error
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else state
-    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not state or not all(map(_is_entry, state, state.values())):
         raise ValueError(f"{path} holds no state_dict; expected what torch.save(model.state_dict(), path) writes")
     return {key.removeprefix("module."): value for key, value in state.items()}  # of DistributedDataParallel
+
+
+def _is_entry(key: object, value: object) -> bool:
+    """Whether both are of a state_dict, with values that can be read: not on the meta device, sparse or quantized."""
+    if not isinstance(key, str) or not isinstance(value, Tensor):
+        return False
+    return not (value.is_meta or value.is_quantized or value.layout != torch.strided)
 
 
 def _add_betas(tensors: dict[str, Tensor], model: nn.Module, path: PathLike, terms: set[str]) -> dict[str, Tensor]:
@@ -247,12 +250,13 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
         del expected[key]
     new = [key for key in expected if key not in tensors and PREFIX in key and not header.folded]
     problems = [f"{key} is missing" for key in expected if key not in tensors and key not in new]
-    problems += [f"{key} is not part of the model" for key in tensors if key not in expected]
-    problems += [
-        f"{key} is {tuple(tensors[key].shape)} in the file, {tuple(value.shape)} in the model"
-        for key, value in expected.items()
-        if key in tensors and tensors[key].shape != value.shape
-    ]
+    unknown = (key for key in tensors if key not in expected)
+    problems += [f"{key if key.isprintable() else repr(key)} is not part of the model"[-200:] for key in unknown]
+    for key, value in expected.items():
+        if key in tensors and tensors[key].shape != value.shape:
+            problems.append(f"{key} is {tuple(tensors[key].shape)} in the file, {tuple(value.shape)} in the model")
+        elif key in tensors and value.is_floating_point() and tensors[key].dtype not in FLOATS:
+            problems.append(f"{key} is {tensors[key].dtype} in the file, {value.dtype} in the model")
     if problems:
         listed = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         name = header.name or "a model without a name"
@@ -279,42 +283,26 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
     return new
 
 
-def read_header(path: PathLike) -> Header:
-    """The header of a checkpoint; for a safetensors file of another program, one without name, spec and kwargs."""
-    path = Path(path)
-    if not path.is_file():
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; expected a file, for a run {path / 'model.safetensors'}")
-        raise FileNotFoundError(f"no checkpoint at {path}; expected a .safetensors file")
+def _check_dtypes(model: nn.Module, tensors: dict[str, Tensor], path: PathLike) -> None:
+    """Run a model with several types of floats once: batch normalization may have another one, a convolution not."""
+    counts = Counter(value.dtype for value in tensors.values() if value.is_floating_point())
+    if len(counts) < 2:
+        return
+    (usual, _), *_, (rare, _) = counts.most_common()
+    key = next(key for key, value in tensors.items() if value.dtype == rare)
+    shape, training = example_shape(model), model.training
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        if _is_pickled(path):
-            raise ValueError(
-                f"{path} is a pickled file, which may run code when it is opened; only safetensors files are read. If "
-                "you trust it, convert it: safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
-            ) from error
-        reason = f"{path} is not a safetensors file, or is truncated ({error})"
-        raise ValueError(f"{reason}; expected a file that deepsquare.save wrote") from error
-    if metadata.get("format") != '"deepsquare"':
-        return NO_HEADER
-    try:
-        fields = upgrade_header({key: json.loads(value) for key, value in metadata.items()})
-        if fields.get("version") == VERSION:
-            return msgspec.convert(fields, Header)
-    except ValueError as error:  # of json or msgspec
-        raise ValueError(f"the header of {path} is damaged ({error}); fetch or save it again") from error
-    raise ValueError(
-        f"{path} is a checkpoint of version {fields.get('version')}, this deepsquare reads {VERSION}; use the release "
-        "that wrote it"
-    )
-
-
-def _is_pickled(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = file.read(4)
-    return start[:2] == b"PK" or start[:1] == b"\x80"
+        if math.prod(shape) > MAX_TRIED:
+            raise ValueError(f"{shape} is a large input to try them on")
+        with torch.no_grad():
+            model.eval()(torch.zeros((1, *shape), dtype=float_tensor(model).dtype))
+    except Exception as error:
+        raise ValueError(
+            f"{path} has tensors of other types, such as {key} of {rare} among others of {usual}, and the model does "
+            f"not run with both ({error}); save it again, or build it and call deepsquare.load_weights, which converts"
+        ) from error
+    finally:
+        model.train(training)
 
 
 def _describe(model: nn.Module) -> str:

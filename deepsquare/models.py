@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from deepsquare.surgery import Init, equip, equip_record
+from deepsquare.surgery import Init, equip, equip_record, format_spec, parse_spec
+from deepsquare.surgery.spec import COUNTS
 
 
 @dataclass(frozen=True)
@@ -113,25 +115,70 @@ def create_model(
         input_shape: shape of one input without the batch, if not the model's default; GE-θ is built for it.
         kwargs: passed to the library's builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
     """
+    model = _build(name, kwargs)
+    if equip_record(model) is not None and not spec and dropout is None:
+        return model
+    return equip(model, spec, init=init, dropout=dropout, input_shape=input_shape)
+
+
+def count_values(
+    name: str, spec: str, input_shape: Sequence[int] | None, kwargs: dict[str, Any], max_calls: int
+) -> int:
+    """The number of values of a model, without its memory; an error after ``max_calls`` calls of torch.
+
+    Only terms that give their modules a size are counted: others add a few values, and equipping takes time.
+    """
+    sized = [term for term in parse_spec(spec) if COUNTS.keys() & term.technique.options.keys()]
+    with torch.device("meta"):
+        with _LimitedCalls(max_calls):
+            model = _build(name, kwargs).to("meta")
+        if sized and equip_record(model) is None:
+            equip(model, format_spec(sized), input_shape=input_shape)
+    return sum(tensor.numel() for tensor in model.state_dict().values())
+
+
+class _LimitedCalls(TorchFunctionMode):
+    """An error after so many calls of torch; on the CPU what RegNets compute their widths by."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = self.left = limit
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError(f"more than {self.limit} tensors")
+        device = {"device": "cpu"} if func in (torch.arange, torch.tensor) else {}
+        result = func(*args, **{**device, **(kwargs or {})})
+        if isinstance(result, Tensor) and not result.is_meta and result.numel() > self.limit:
+            raise ValueError(f"{result.numel()} values computed in building it")
+        return result
+
+
+def _build(name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """The base model, with its config; any error of the library's builder becomes one that names the model."""
     library, builder = find_builder(name)
     try:
         model = builder(**kwargs)
-    except (TypeError, RuntimeError) as error:
+    except (OSError, ImportError, MemoryError):  # of weights that are fetched, and of the machine
+        raise
+    except Exception as error:  # builders fail in any way on kwargs that they do not check
+        if isinstance(error, KeyError) and library == "torchvision" and error.args == (kwargs.get("weights"),):
+            from torchvision.models import get_model_weights
+
+            known = ", ".join(get_model_weights(name.split("/")[-1]).__members__)
+            raise ValueError(f"{name} has no weights {error}; torchvision has {known}") from None
         kind, bare = TypeError if isinstance(error, TypeError) else ValueError, name.split("/")[-1]
         hint = ""
         if library == "torchvision" and kind is TypeError and bare in _libraries()["timm"][0]:
             hint = f". timm's network takes other arguments: 'timm/{bare}'"
         elif "in_chans" in kwargs:
             hint = ". Build the model without in_chans, replace its first convolution, then call deepsquare.equip"
-        raise kind(f"{library or 'deepsquare'}'s {name} could not be built with {kwargs}: {error}{hint}") from error
-    except KeyError as error:
-        if library != "torchvision" or error.args != (kwargs.get("weights"),):
-            raise
-        from torchvision.models import get_model_weights
-
-        known = ", ".join(get_model_weights(name.split("/")[-1]).__members__)
-        raise ValueError(f"{name} has no weights {error}; torchvision has {known}") from None
-    if equip_record(model) is not None and not spec and dropout is None:
+        reason = str(error).partition("\n")[0] or repr(error)  # torch may add a stack of C++
+        raise kind(f"{library or 'deepsquare'}'s {name} could not be built with {kwargs}: {reason}{hint}") from error
+    if equip_record(model) is not None:
         return model  # a name of deepsquare.timm_models, which is equipped already
     stored = {key: value for key, value in kwargs.items() if key not in WEIGHT_KWARGS}
     if library == "torchvision":
@@ -141,7 +188,7 @@ def create_model(
             stored["init_weights"] = False
     config = ModelConfig(f"{library}/{name.split('/')[-1]}" if library else name, stored)
     model.deepsquare_config = config  # type: ignore[assignment]  # a plain attribute, no submodule
-    return equip(model, spec, init=init, dropout=dropout, input_shape=input_shape)
+    return model
 
 
 def _libraries() -> dict[str, tuple[list[str], Callable[..., nn.Module]]]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
+MAX_SIDE = 8192  # of an image in pixels: sizes also come from files
+
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -34,8 +36,8 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if not (isinstance(self.class_names, tuple) and all(isinstance(name, str) for name in self.class_names)):
             raise ValueError(f"class_names is {self.class_names!r}; expected a tuple of names")
-        if not 0 < self.size <= self.resize:
-            raise ValueError(f"size is {self.size} and resize {self.resize}; expected 1 ≤ size ≤ resize")
+        if not 0 < self.size <= self.resize <= MAX_SIDE:
+            raise ValueError(f"size is {self.size} and resize {self.resize}; expected 1 ≤ size ≤ resize ≤ {MAX_SIDE}")
         for name in ("mean", "std"):
             values = getattr(self, name)
             if len(values) != 3 or not all(math.isfinite(value) for value in values):

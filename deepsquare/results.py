@@ -51,6 +51,25 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return json.dumps(msgspec.structs.asdict(self), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
+class MissingFieldError(ValueError, KeyError):
+    """A row lacks a field that is read from it."""
+
+    __str__ = Exception.__str__  # KeyError shows its message in quotes
+
+
+class _Fields(dict[str, Any]):
+    """A part of a stored row that knows its file and line, for the message about a field that it lacks."""
+
+    def __init__(self, fields: Mapping[str, Any], place: str) -> None:
+        super().__init__(
+            {key: _Fields(value, place) if isinstance(value, dict) else value for key, value in fields.items()}
+        )
+        self.place = place
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingFieldError(f"{self.place}: the row has no {key!r} where it is read; remove that line to continue")
+
+
 def run_key(experiment: str, row: str, seed: int, recipe: Mapping[str, Any]) -> str:
     """The identity of a run, known before it starts: everything that determines its result."""
     return json.dumps([experiment, row, seed, recipe], sort_keys=True)
@@ -77,8 +96,8 @@ class Store:
         for number, line in enumerate(lines, 1):
             try:
                 if line:
-                    rows[number] = msgspec.json.decode(line, type=Row)
-            except ValueError as error:
+                    rows[number] = _decode(line, f"{self.path}, line {number}")
+            except (ValueError, RecursionError) as error:
                 if number < len(lines):
                     reason = f"{self.path}, line {number}: not a row ({error}); remove that line to continue"
                     raise ValueError(reason) from error
@@ -112,6 +131,12 @@ class Store:
         content = b"".join(row.to_json() for row in rows)
         with atomic_write(self.path) as temporary:
             temporary.write_bytes(content)
+
+
+def _decode(line: bytes, place: str) -> Row:
+    row = msgspec.json.decode(line, type=Row)
+    recipe, metrics = _Fields(row.recipe, place), _Fields(row.metrics, place)
+    return msgspec.structs.replace(row, recipe=recipe, metrics=metrics)
 
 
 def _repair_last_line(file: FileIO) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -404,3 +405,102 @@ def test_weights_of_a_model_with_another_spec_are_noted(tmp_path: Path, caplog: 
     assert not caplog.text
     ds.load_weights(ds.create_model("vanilla_cnn"), tmp_path / "model.safetensors")
     assert "model.safetensors holds a model with spec 'pooling'; this one has spec ''" in caplog.text
+
+
+HOSTILE: dict[str, tuple[dict[str, str | None], str]] = {
+    "8,000,000 classes": ({"kwargs": '{"num_classes": 8000000}'}, "has 1032093923 values, the file 94310"),
+    "10**30 classes": ({"kwargs": '{"num_classes": 1' + "0" * 30 + "}"}, "cannot be built"),
+    "negative": ({"kwargs": '{"num_classes": -3}'}, "cannot be built"),
+    "a string": ({"kwargs": '{"num_classes": "3"}'}, "cannot be built"),
+    "digits": ({"kwargs": '{"num_classes": ' + "9" * 9000 + "}"}, "header of .* is damaged .*digits"),
+    "nested": ({"kwargs": '{"a": ' + "[" * 4900 + "]" * 4900 + "}"}, "header of .* is damaged .*recursion"),
+    "long": ({"kwargs": '{"a": "' + "b" * 20_000 + '"}'}, "kwargs has 20009 characters; expected at most 10000"),
+    "not finite": ({"kwargs": '{"num_classes": Infinity}'}, "Infinity is no number"),
+    "twice": ({"kwargs": '{"spec": "pooling", "name": "resnet18"}'}, "cannot be built"),
+    "a long spec": ({"spec": '"' + "+".join(["pooling"] * 20_000) + '"'}, "spec has 160001 characters"),
+    "iterations": ({"spec": '"isqrt_cov(iterations=100000000)"'}, "iterations is 100000000; expected 1 to 1000"),
+    "no spec": ({"spec": '"timm/resnet152"'}, "header of .* is damaged .not a spec"),
+    "no site": ({"kwargs": '{"num_classes": 3, "global_pool": ""}', "name": '"timm/test_resnet"'}, "test_resnet: "),
+    "a wide module": ({"spec": '"bilinear(size=65536)"'}, "does not fit its header"),
+    "sides": ({"input_shape": "[3, -32, 32]"}, "sides of at least 1"),
+    "no sides": ({"input_shape": "[]"}, "sides of at least 1"),
+    "a large side": ({"input_shape": "[3, 100000000, 100000000]"}, r"2\*\*31 values"),
+    "10 dimensions": ({"input_shape": "[1,1,1,1,1,1,1,1,1,1]"}, "up to 5 sides"),
+    "sides of strings": ({"input_shape": '["3", "32", "32"]'}, "Expected `int`"),
+    "dropout": ({"dropout": "1e300"}, "Expected `float` <= 1"),
+    "NaN": ({"dropout": "NaN"}, "NaN is no number"),
+    "size": ({"preprocessing": '{"size": Infinity}'}, "Infinity is no number"),
+    "a large size": ({"preprocessing": '{"size": 1000000, "resize": 1000000}'}, "expected .* ≤ 8192"),
+    "a path": ({"name": '"timm/local-dir:/etc/resnet18"'}, "cannot be built: unknown library"),
+    "a tag": ({"name": '"timm/test_resnet.hf-hub:a/b"'}, "cannot be built"),
+    "a long name": ({"name": '"' + "x" * 20_000 + '"'}, "name has 20002 characters"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_gets_one_line_and_no_memory(case: str, tmp_path: Path) -> None:
+    changes, message = HOSTILE[case]
+    path = tmp_path / "m"
+    ds.save(ds.create_model("vanilla_cnn", "pooling", num_classes=3), path)
+    rewrite(path, changes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=message) as caught:
+        ds.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"layers": [1000000, 1, 1, 1]}, {"layers": None}, {"act_layer": "nothing"}, {"norm_layer": 5},
+        {"block_args": [1]}, {"output_stride": 7}, {"features_only": True, "out_indices": [99]}, {"pruned": True},
+        {"checkpoint_path": "/etc/passwd"}, {"channels": [10**15, 1, 1, 1]}, {"drop_path_rate": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kwargs_that_timm_does_not_check(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ds.save(ds.create_model("timm/test_resnet", "pooling"), path)
+    rewrite(path, {"kwargs": json.dumps(kwargs)})
+    with contextlib.suppress(ValueError):  # to refuse the file or to ignore an argument are both right
+        ds.load(path)
+
+
+def test_what_a_builder_does_not_check_is_named() -> None:
+    with pytest.raises(ValueError, match=r"timm's timm/test_resnet could not be built with \{'output_stride': 7\}: "):
+        ds.create_model("timm/test_resnet", output_stride=7)
+
+
+def test_a_regnet_computes_its_widths(tmp_path: Path) -> None:
+    model = trained("torchvision/regnet_x_400mf", "pooling", num_classes=3)
+    ds.save(model, tmp_path / "m")
+    assert_same(ds.load(tmp_path / "m"), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, path = trained("vanilla_cnn"), tmp_path / "m"
+    ds.save(model, path)
+    rewrite(path, tensors={"layer2.conv.weight": model.state_dict()["layer2.conv.weight"].to(dtype)})
+    for read in (lambda: ds.load(path), lambda: ds.load_weights(ds.vanilla_cnn(), path)):
+        with pytest.raises(ValueError, match=rf"layer2.conv.weight is {dtype} in the file, torch.float32 in the model"):
+            read()
+
+
+@pytest.mark.parametrize("key", ["layer1.conv.weight", "layer3.conv.weight", "layer2.bn.weight", "fc.bias"])
+@pytest.mark.parametrize("case", ["classes", "bfloat16", "mixed"])
+def test_one_weight_of_another_type(key: str, case: str, tmp_path: Path) -> None:
+    model, path = CASES[case](), tmp_path / "m"
+    ds.save(model, path)
+    value = model.state_dict()[key]
+    dtype = torch.float64 if value.dtype == torch.float32 else torch.float16
+    rewrite(path, tensors={key: value.to(dtype)})
+    with pytest.raises(ValueError, match=rf"{path} has tensors of other types, such as {key} of {dtype}.*load_weights"):
+        ds.load(path)
+    other = ds.create_model("vanilla_cnn", equip_record(model).spec, num_classes=len(value) if "fc" in key else 10)  # type: ignore[union-attr]
+    if case != "classes" or "fc" in key:
+        ds.load_weights(other, path)
+        assert {value.dtype for value in other.parameters()} == {torch.float32}

@@ -28,6 +28,7 @@ ORDER = (
     "models",
     "preprocessing",
     "timm_models",
+    "header",
     "checkpoint",
     "cost",
     "batchnorm",

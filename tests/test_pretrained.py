@@ -94,3 +94,27 @@ def test_an_unsafe_or_other_pickle_is_refused(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"other.pth holds no state_dict"):
         load_pretrained(nn.Linear(1, 1), tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1: torch.zeros(1)}, {"weight": torch.zeros(1, 1, device="meta")}, {"weight": torch.zeros(1, 1).to_sparse()},
+        {"weight": torch.zeros(1, 1), "bias": 3}, [torch.zeros(1)],
+    ],
+    ids=["a number as key", "meta", "sparse", "no tensor", "a list"],
+)  # fmt: skip
+def test_a_pickle_of_something_like_a_state_dict_is_refused(state: object, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "odd.pth")
+    with pytest.raises(ValueError, match=r"odd.pth holds no state_dict"):
+        load_pretrained(nn.Linear(1, 1), tmp_path / "odd.pth")
+
+
+def test_keys_from_a_file_stay_on_one_short_line(tmp_path: Path) -> None:
+    model = ds.vanilla_cnn()
+    torch.save({**model.state_dict(), "a\nb": torch.zeros(1), "x" * 10_000: torch.zeros(1)}, tmp_path / "odd.pth")
+    with pytest.raises(
+        ValueError, match=r"does not fit VanillaCNN: 'a\\nb' is not part of the model; x+ is not"
+    ) as caught:
+        load_pretrained(model, tmp_path / "odd.pth")
+    assert len(str(caught.value)) < 800

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,28 @@ def test_two_writers_share_a_store(tmp_path: Path) -> None:
     assert [writer.exitcode for writer in writers] == [0, 0]
     written = [(row.row, row.seed) for row in Store(path).rows()]
     assert len(written) == len(set(written)) == 45
+
+
+def test_a_missing_field_is_named_where_it_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.append(row(0))
+    store.append(row(1, metrics={"times": {"pooling": {"seconds": 1}}}))
+    second = store.rows()[1]
+    for fields, key in (
+        (second.metrics, "accuracy"),
+        (second.metrics["times"]["pooling"], "rounds"),
+        (second.recipe, "epochs"),
+    ):
+        with pytest.raises(ValueError, match=rf"line 2: the row has no '{key}' .*remove that line") as caught:
+            fields[key]
+        assert str(caught.value).startswith(str(store.path))
+        assert isinstance(caught.value, KeyError)  # templates take it as a field that is not there
+    assert store.rows()[1].metrics.get("accuracy") is None
+    assert pickle.loads(pickle.dumps(store.rows())) == store.rows()
+
+
+def test_a_deeply_nested_line_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rows.jsonl")
+    store.path.write_text('{"recipe": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: not a row .*; remove that line to continue"):
+        store.rows()

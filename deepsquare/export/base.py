@@ -42,13 +42,13 @@ class Metadata:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str | None, path: Path) -> Metadata:
+    def loads(cls, text: object, path: Path) -> Metadata:
         """From the JSON in an exported file; ``path`` is for messages."""
-        if text is None:
+        if not isinstance(text, str):
             raise ValueError(f"{path} has no metadata of deepsquare; expected a file that deepsquare export wrote")
         try:
             return msgspec.convert(rename_keys(msgspec.json.decode(text), EXPORT_KEYS), cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ValueError(f"the metadata of {path} is damaged ({error}); export it again") from error
 
 
@@ -63,7 +63,11 @@ class RuntimeModel:
     def __call__(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) float32, preprocessed as the metadata says, to logits (N, K); N is any number."""
         check_images("images", images, self.shape[1:])
-        return self.run(images.detach().cpu().contiguous())
+        logits = self.run(images.detach().cpu().contiguous())
+        if logits.ndim != 2 or len(logits) != len(images) or logits.dtype != torch.float32:
+            actual = f"{tuple(logits.shape)} {str(logits.dtype).removeprefix('torch.')}"
+            raise ValueError(f"the exported model gives {actual} for {len(images)} images; expected (N, K) float32")
+        return logits
 
 
 def check_images(name: str, images: Tensor, shape: tuple[int | str, ...], reason: str = "") -> None:

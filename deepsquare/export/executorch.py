@@ -1,5 +1,6 @@
 """ExecuTorch programs (.pte) for phones and boards, delegated to XNNPACK."""
 
+import io
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from deepsquare._files import append_checksum, verify_checksum
 from deepsquare.export.base import METADATA_KEY, Metadata, Runtime, RuntimeModel, quiet, require
 
 
@@ -21,18 +23,19 @@ class ExecuTorch(Runtime):
     def load(self, path: Path) -> RuntimeModel:
         """A .pte file in ExecuTorch's runtime; it runs in batches of the file's size, the last one padded."""
         runtime = require("executorch.runtime")
-        with path.open("rb") as file:
-            if file.read(6)[4:] != b"ET":  # ExecuTorch may abort the process on other bytes
-                raise ValueError(f"{path} is no ExecuTorch program; give a file that deepsquare export wrote")
+        _check_content(path)
         try:
             with quiet():
                 program = runtime.Runtime.get().load_program(path)
                 methods = program.method_names
-                forward = program.load_method("forward")
+                inputs = program.load_method("forward").metadata
+            text = program.load_method(METADATA_KEY).execute([])[0] if METADATA_KEY in methods else None
+            shape = tuple(inputs.input_tensor_meta(0).sizes()) if inputs.num_inputs() == 1 else ()
         except RuntimeError as error:
             raise ValueError(f"{path} is no complete ExecuTorch program ({error}); export it again") from error
-        text = program.load_method(METADATA_KEY).execute([])[0] if METADATA_KEY in methods else None
-        shape = tuple(forward.metadata.input_tensor_meta(0).sizes())
+        if len(shape) != 4:
+            reason = f"takes {inputs.num_inputs()} inputs, the first of shape {shape}; expected images (N, 3, H, W)"
+            raise ValueError(f"{path} {reason}")
 
         def run(images: Tensor) -> Tensor:
             logits, forward = [], program.load_method("forward")  # cached by the program
@@ -58,7 +61,9 @@ class ExecuTorch(Runtime):
             constant_methods={METADATA_KEY: metadata.dumps()},
         )
         undelegated_ops = _undelegated_ops(lowered.exported_program())
-        return bytes(lowered.to_executorch().buffer), undelegated_ops
+        buffer = io.BytesIO(lowered.to_executorch().buffer)
+        append_checksum(buffer)
+        return buffer.getvalue(), undelegated_ops
 
     def quantize(self, model: nn.Module, calibration: Tensor) -> nn.Module:
         """A module that XNNPACK runs in int8, calibrated one image at a time."""
@@ -76,6 +81,21 @@ class ExecuTorch(Runtime):
 
     def set_num_threads(self, num_threads: int) -> None:
         require("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(num_threads)
+
+
+def _check_content(path: Path) -> None:
+    """Raise unless a file is as it was written: on a damaged one ExecuTorch may abort the process."""
+    with path.open("rb") as file:
+        if file.read(6)[4:] != b"ET":
+            raise ValueError(f"{path} is no ExecuTorch program; give a file that deepsquare export wrote")
+    intact = verify_checksum(path)
+    if intact is None:
+        raise ValueError(
+            f"{path} has no checksum at its end: it is truncated, or another program or an early deepsquare wrote it; "
+            "export it again"
+        )
+    if not intact:
+        raise ValueError(f"{path} is damaged: its checksum is another; fetch or export it again")
 
 
 def rewrite_for_xnnpack(model: nn.Module, images: Tensor) -> fx.GraphModule:

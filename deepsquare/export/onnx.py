@@ -1,5 +1,6 @@
 """ONNX files, run by onnxruntime on the CPU."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,33 @@ class OnnxRuntime(Runtime):
     def load(self, path: Path) -> RuntimeModel:
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
+        options.log_severity_level = 4  # errors are raised
         options.use_per_session_threads = not self.global_threads
+        # Weights are in the file itself: one from a stranger must not read others beside it.
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.devnull)
         try:
-            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0
+            )
         except Exception as error:  # of classes that onnxruntime does not export
-            reason = str(error).strip().splitlines()[-1]
-            raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {reason}") from error
-        (model_input,) = session.get_inputs()
+            raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {_last_line(error)}") from error
         metadata = Metadata.loads(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        described = [(value.type, len(value.shape)) for value in (*inputs, *outputs)]
+        if len(inputs) != 1 or described != [("tensor(float)", 4), ("tensor(float)", 2)]:
+            actual = "; ".join(f"{value.name[:40]}: {value.type} {value.shape}" for value in (*inputs, *outputs)[:4])
+            raise ValueError(
+                f"{path} has {len(inputs)} inputs and {len(outputs)} outputs ({actual}); expected images (N, 3, H, W) "
+                "and logits (N, K), as deepsquare export writes them"
+            )
 
         def run(images: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(None, {model_input.name: images.numpy()})[0])
+            try:
+                return torch.from_numpy(session.run(None, {inputs[0].name: images.numpy()})[0])
+            except Exception as error:  # of classes that onnxruntime does not export
+                raise ValueError(f"{path} does not run on {tuple(images.shape)}: {_last_line(error)}") from error
 
-        return RuntimeModel(metadata, tuple(model_input.shape), run)
+        return RuntimeModel(metadata, tuple(inputs[0].shape), run)
 
     def convert(
         self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool
@@ -99,3 +113,8 @@ class OnnxRuntime(Runtime):
         """One global pool; the pool of each session would spin for a while beside the session that runs next."""
         require("onnxruntime").set_global_thread_pool_sizes(num_threads, 1)
         self.global_threads = True
+
+
+def _last_line(error: Exception) -> str:
+    """Of a message of onnxruntime: those before are of its own sources."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1]

@@ -7,7 +7,7 @@ import binascii
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from deepsquare.paper.regimes import TEST_IMAGES
 from deepsquare.results import Row, unpack_bits
@@ -38,15 +38,67 @@ class Probes(msgspec.Struct, rename={"means": "M", "pooled": "G", "moments": "M,
     control: Share
 
 
-class Metrics(msgspec.Struct):
+class Estimate(msgspec.Struct):
+    """A mean over seeds with its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class AnyMetrics(msgspec.Struct):
+    """The metrics that mean the same in the rows of every experiment that has them."""
+
+    accuracy: Share | None = None
+    top5: Share | None = None
+    ema: Share | None = None
+    diverged: str | bool | None = None
+    correct: str | None = None
+    cpu_seconds: Seconds | None = None
+    train_loss: list[float | None] = []
+    train_accuracy: list[Share | None] = []
+    test_loss: list[float | None] = []
+    test_accuracy: list[Share | None] = []
+    max_rel_error: float | None = None
+    fp32_error: float | None = None
+    top1_agreement: Share | None = None
+    refused: str | None = None
+    undelegated_muls: int | None = None
+    overflows: int | None = None
+    components: dict[str, int] = {}
+    verdicts: dict[str, dict[str, float]] = {}
+    means: dict[str, Estimate] = {}
+    against_relu: dict[str, Estimate] = {}
+    difference: Estimate | UnsetType = UNSET
+
+
+class AnyRecipe(msgspec.Struct):
+    """The same of the fields of a recipe."""
+
+    model: str | None = None
+    spec: str | None = None
+    schedule: str | None = None
+    epochs: Annotated[int, Meta(ge=1)] | None = None
+    runtime: str | None = None
+    precision: str | None = None
+    init: str | None = None
+    init_from: str | None = None
+    rounds: int | None = None
+    threads: int | None = None
+    case: str | None = None
+    rank: int | None = None
+    drawn: int | None = None
+    seeds: int = 0
+    steps: int | None = None
+    task: str = ""
+    metric: str = ""
+
+
+class Metrics(AnyMetrics, kw_only=True):
     """The metrics of a training run that are read."""
 
     accuracy: Share | None
     diverged: str | bool | None
-    top5: Share | None = None
-    correct: str | None = None
-    cpu_seconds: Seconds | None = None
-    test_accuracy: list[Share | None] = []
     softmin_signs: Signs | None = None
     reestimated_bn: Reestimated | None = None
     linear_probe: Probes | None = None
@@ -63,10 +115,12 @@ class Conditions(msgspec.Struct):
 
 
 def check_row(row: Row) -> None:
-    """Fail if a training run's row holds what no run can have; ValueError names the row and the field."""
-    if row.experiment not in TRAINED:
-        return
+    """Fail if a row, above all a training run's, holds what none can have; ValueError names the row and the field."""
     try:
+        msgspec.convert(row.recipe, AnyRecipe)
+        msgspec.convert(row.metrics, AnyMetrics)
+        if row.experiment not in TRAINED:
+            return
         if row.seed < 0:
             raise ValueError(f"seed is {row.seed}; expected at least 0")
         recipe = msgspec.convert(row.recipe, Conditions)

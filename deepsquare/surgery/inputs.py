@@ -1,5 +1,6 @@
 """The input that a model is traced with: its shape, and what is said where the model cannot be run on it."""
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ OTHER_SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     2: ((32, 32), (320, 320)),
     3: ((32, 32, 32), (16, 224, 224)),
 }
+MAX_VALUES = 2**31  # of one input
 AXES = {1: "(channels, length)", 2: "(channels, height, width)", 3: "(channels, frames, height, width)"}
 
 
@@ -27,10 +29,12 @@ def example_shape(model: nn.Module, input_shape: Sequence[int] | None = None) ->
     """
     if input_shape is not None:
         try:
-            return tuple(map(operator.index, input_shape))
+            shape = tuple(map(operator.index, input_shape))
         except TypeError:
             message = f"input_shape is {input_shape!r}; expected {_axes(model)} as integers, without the batch"
             raise TypeError(message) from None
+        check_sides(shape)
+        return shape
     record = getattr(model, "deepsquare_record", None)
     if record is not None:
         return tuple(record.sites.input_shape)
@@ -46,6 +50,14 @@ def example_shape(model: nn.Module, input_shape: Sequence[int] | None = None) ->
         )
     sizes: dict[int, tuple[int, ...]] = {1: (1024,), 2: (224, 224), 3: (16, 112, 112)}
     return first.in_channels, *sizes[len(first.kernel_size)]
+
+
+def check_sides(shape: Sequence[int]) -> None:
+    """Raise unless an input of ``shape`` can be: every side at least 1, and a tensor that torch can address."""
+    if len(shape) > 5 or min(shape, default=0) < 1 or math.prod(shape) > MAX_VALUES:
+        raise ValueError(
+            f"input_shape is {tuple(shape[:6])}; expected up to 5 sides of at least 1, with up to 2**31 values in all"
+        )
 
 
 def _first_convolution(model: nn.Module) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:

@@ -17,7 +17,11 @@ from deepsquare.surgery.techniques import BASELINES, SURGERY_OPTIONS, TECHNIQUES
 
 ALIASES = {"gsop1": "gsop(dense=True)", "gsop2": "gsop(last=False)+isqrt_cov(iterations=3)"}
 """GSoP-Net1 and GSoP-Net2, and the specs they stand for."""
-COUNTS = ("size", "reduction", "components", "iterations")  # options that are at least 1
+COUNTS = {"size": 2**16, "reduction": 2**16, "components": 2**16, "iterations": 1000}
+"""Options that are at least 1, and the largest value of each."""
+MAX_EXPONENT = 100.0  # of the option p; the values of a map overflow long before
+MAX_INT = 2**31  # of the absolute value of any integer
+MAX_LENGTH = 10_000  # of a spec, in characters: specs also come from files
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,10 @@ class Term:
         self.refuse_other_maps(site.shape, site.path)
         try:
             for name, value in self.options:
-                if name in COUNTS and value < 1:
-                    raise ValueError(f"{name} is {value}; expected at least 1")
+                if name in COUNTS and not 1 <= value <= COUNTS[name]:
+                    raise ValueError(f"{name} is {value}; expected 1 to {COUNTS[name]}")
+                if name == "p" and value > MAX_EXPONENT:
+                    raise ValueError(f"p is {value}; expected at most {MAX_EXPONENT:g}")
             options = {name: self.option(name) for name in self.technique.options if name not in SURGERY_OPTIONS}
             return self.technique.build(site, **options)
         except (TypeError, ValueError) as error:
@@ -74,11 +80,16 @@ def parse_spec(spec: str) -> tuple[Term, ...]:
         raise TypeError(f"a spec is a string such as 'pooling+excitation', got {spec!r}")
     if not spec.strip():
         return ()
+    if len(spec) > MAX_LENGTH:
+        raise _not_a_spec(spec, f"{len(spec)} characters; expected at most {MAX_LENGTH}")
     try:
-        tree: ast.expr = ast.parse(spec.strip(), mode="eval").body
+        terms = _parse_sum(ast.parse(spec.strip(), mode="eval").body, spec)
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
-    terms = _parse_sum(tree, spec)
+    except UnicodeEncodeError as error:
+        raise _not_a_spec(spec, str(error)) from error
+    except (RecursionError, MemoryError) as error:  # by Python's parser, whose stack is limited
+        raise _not_a_spec(spec, "too deeply nested") from error
     _refuse_clashes(terms, spec)
     return terms
 
@@ -88,9 +99,13 @@ def format_spec(terms: Sequence[Term]) -> str:
     return "+".join(map(str, terms))
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
 def _not_a_spec(spec: str, reason: str) -> ValueError:
     return ValueError(
-        f"not a spec: {spec!r} ({reason}). A spec joins terms by '+', options in parentheses: "
+        f"not a spec: {_shorten(spec)!r} ({_shorten(reason)}). A spec joins terms by '+', options in parentheses: "
         "'pooling+excitation(alpha=0.5)'"
     )
 
@@ -113,7 +128,8 @@ def _parse_term(tree: ast.expr, spec: str) -> Term:
             raise ValueError(f"{name} takes no options; write {ALIASES[name]}, which it stands for, with options")
         names = (*TECHNIQUES, *ALIASES)
         hint = "".join(f" (did you mean {near!r}?)" for near in difflib.get_close_matches(name.lower(), names, n=1))
-        raise ValueError(f"unknown term {name!r} in the spec {spec!r}{hint}; the terms are: {', '.join(names)}")
+        written = f"{_shorten(name)!r} in the spec {_shorten(spec)!r}"
+        raise ValueError(f"unknown term {written}{hint}; the terms are: {', '.join(names)}")
     known = TECHNIQUES[name].options
     takes = f"{name} takes " + (", ".join(f"{k}={v!r}" for k, v in known.items()) or "no options")
     if call.args:
@@ -121,7 +137,7 @@ def _parse_term(tree: ast.expr, spec: str) -> Term:
     options: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg not in known:
-            raise ValueError(f"the term {name} of the spec {spec!r} has no option {keyword.arg}; {takes}")
+            raise ValueError(f"the term {name} of the spec {_shorten(spec)!r} has no option {keyword.arg}; {takes}")
         if keyword.arg in options:
             raise _not_a_spec(spec, f"{name} has {keyword.arg} twice")
         options[keyword.arg] = _value(keyword, known[keyword.arg], spec)
@@ -136,6 +152,8 @@ def _value(keyword: ast.keyword, default: Any, spec: str) -> Any:
         value = ast.literal_eval(keyword.value)
     except (ValueError, TypeError) as error:
         raise _not_a_spec(spec, f"{written} is not a number, string or bool") from error
+    if type(value) is int and abs(value) > MAX_INT:
+        raise _not_a_spec(spec, f"{keyword.arg} is beyond ±2**31")
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
@@ -150,6 +168,7 @@ def _refuse_clashes(terms: Sequence[Term], spec: str) -> None:
         site = term.technique.kind if term.after is None else ("after", term.after)
         if site in names:
             raise ValueError(
-                f"the spec {spec!r} fills the same site twice, by {names[site]} and {term.name}; keep one of them"
+                f"the spec {_shorten(spec)!r} fills the same site twice, by {names[site]} and {term.name}; keep one "
+                "of them"
             )
         names[site] = term.name

@@ -1,7 +1,7 @@
 """The training loop: epochs of steps, evaluation, checkpoints, and a stop when the run diverges."""
 
 import ctypes
-import io
+import json
 import logging
 import math
 import os
@@ -13,17 +13,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+import msgspec
 from torch import Tensor, nn
 
-from deepsquare._compat import upgrade_training_state
-from deepsquare._files import atomic_write, remove_stale_temps
 from deepsquare.results import pack_bits, round_for_json
 from deepsquare.training.recipe import Recipe, added_defaults, describe_run
+from deepsquare.training.state_file import read_state, write_state
 from deepsquare.training.trainer import Trainer, evaluate
 
 logger = logging.getLogger("deepsquare")
-VERSION = 3  # of training checkpoints
 PATIENCE = 3  # a run has diverged after this many epochs in a row, past the warm-up, with a loss of chance level
 Evaluation = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
@@ -90,6 +88,16 @@ class EpochMetrics:
         return self.correct / max(self.images, 1)
 
 
+@dataclass
+class _Progress:
+    """How far a run is, as its checkpoint stores it."""
+
+    identity: str
+    history: History
+    epoch_metrics: EpochMetrics
+    bad_epochs: int
+
+
 class DivergedError(ArithmeticError):
     """The loss is not finite, or stayed above chance level; ``history`` holds the epochs before."""
 
@@ -112,6 +120,7 @@ class _Run:
         self.trainer, self.recipe, self.identity, self.path = trainer, recipe, identity, path
         self.described = describe_run(recipe, trainer.config)
         self.history, self.epoch_metrics, self.bad_epochs = History(), EpochMetrics(), 0
+        self.keep_previous = True
         if path is not None and path.exists():
             self._restore(path)
         self.counted_until = self.saved_at = time.perf_counter()
@@ -125,59 +134,34 @@ class _Run:
         self.history.cpu_seconds, self.cpu_counted_until = self.history.cpu_seconds + now - self.cpu_counted_until, now
         if self.path is None:
             return
-        progress = {
-            "identity": self.identity,
-            "history": asdict(self.history),
-            "epoch_metrics": asdict(self.epoch_metrics),
-            "bad_epochs": self.bad_epochs,
-        }
-        state = {"version": VERSION, **self.trainer.state(), "recipe": self.described, "progress": progress}
+        progress = asdict(_Progress(self.identity, self.history, self.epoch_metrics, self.bad_epochs))
+        state = {**self.trainer.state(), "recipe": self.described, "progress": progress}
         if self.trainer.distributed.is_main_process:
-            buffer = io.BytesIO()
-            torch.save(state, buffer)  # not into the file: torch's error for a full disk names neither file nor reason
-            try:
-                remove_stale_temps(self.path)
-                with atomic_write(self.path) as temporary:
-                    temporary.write_bytes(buffer.getbuffer())
-            except OSError as error:
-                raise OSError(
-                    f"cannot write the checkpoint {self.path} ({error.strerror}); free some space; the run can be "
-                    "resumed from its last checkpoint"
-                ) from error
+            write_state(self.path, state, self.keep_previous)
+        self.keep_previous = True
         self.saved_at = time.perf_counter()
 
     def _restore(self, path: Path) -> None:
         """Continue from a checkpoint; one of another identity, recipe or model is refused."""
-        state = _read_checkpoint(path)
-        progress = state["progress"]
+        # A damaged file must not take the place of the good one before it.
+        state, self.keep_previous = read_state(path)
+        try:
+            json.dumps([state["progress"], state["recipe"]])  # no tensors, which have no one truth value
+            progress = msgspec.convert(state["progress"], _Progress)
+            recipe = msgspec.convert(state["recipe"], dict[str, Any])
+        except (TypeError, ValueError) as error:  # of json or msgspec
+            raise ValueError(f"the progress of {path} is damaged ({error}); remove it to start again") from error
         expected = {"identity": self.identity, **added_defaults(), **self.described}
-        stored = {"identity": progress.get("identity"), **added_defaults(), **state["recipe"]}
+        stored = {"identity": progress.identity, **added_defaults(), **recipe}
         if different := [name for name in expected if stored.get(name) != expected[name]]:
             names = "; ".join(f"its {name} is {stored.get(name)}, expected {expected[name]}" for name in different)
             raise ValueError(f"{path} belongs to another run: {names}. Remove it or choose another path")
         try:
             self.trainer.restore(state)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} belongs to another model: {error}. Remove it or choose another path") from error
-        self.history = History(**progress["history"])
-        self.epoch_metrics = EpochMetrics(**progress["epoch_metrics"])
-        self.bad_epochs = progress["bad_epochs"]
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except PermissionError:
-        raise
-    except Exception as error:  # a damaged file makes torch and pickle fail in many ways
-        raise ValueError(f"{path} is not a training checkpoint, or is damaged; remove it to start again") from error
-    if isinstance(state, dict) and state.get("version") in (2, VERSION):
-        state = upgrade_training_state(state)
-    if not isinstance(state, dict) or state.get("version") != VERSION:
-        raise ValueError(f"{path} is not a training checkpoint of version {VERSION}; remove it to start again")
-    if missing := {"model", "optimizer", "ema", "scaler", "progress", "random", "recipe"} - state.keys():
-        raise ValueError(f"{path} has no {', '.join(sorted(missing))}; remove it to start again")
-    return state
+        self.history, self.epoch_metrics = progress.history, progress.epoch_metrics
+        self.bad_epochs = progress.bad_epochs
 
 
 OnStep = Callable[[int, EpochMetrics, float], None]  # epoch, metrics so far, learning rate

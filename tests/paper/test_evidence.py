@@ -68,3 +68,27 @@ def test_mean_curve() -> None:
     result = next(iter(table_findings(TABLE_2, rows_of("", BASE)).rows[0].results.values()))
     assert result.mean_curve[-1].mean == pytest.approx(81)
     assert len(result.mean_curve) == 12
+
+
+@pytest.mark.parametrize(
+    ("experiment", "part", "change", "reason"),
+    [
+        ("parity", "metrics", {"top1_agreement": "high"}, r"Expected `float \| null`, got `str`"),
+        ("parity", "metrics", {"refused": 3}, "refused"),
+        ("flowers", "metrics", {"accuracy": 71}, "<= 1.0"),
+        ("flowers", "recipe", {"epochs": "ten"}, r"Expected `int \| null`, got `str` - at `\$.epochs`"),
+        ("spirals", "recipe", {"model": ["a"]}, r"\$.model"),
+        ("spirals", "metrics", {"means": {"test_loss": {"mean": 1, "low": 0, "high": None}}}, r"\$.means.*high"),
+        ("regimes", "metrics", {"difference": None}, r"\$.difference"),
+        ("fig2", "metrics", {"components": None}, r"\$.components"),
+    ],
+)
+def test_a_field_of_another_type_is_named_with_file_and_line(
+    experiment: str, part: str, change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    plain = row("pooling", 0, 70.0, experiment=experiment)
+    odd = row("pooling", 1, 70.0, experiment=experiment)
+    rows = [plain, msgspec.structs.replace(odd, **{part: {**getattr(odd, part), **change}})]
+    write_store(rows, tmp_path, "rows.jsonl")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*, seed 1: .*{reason}.*\. Remove that line"):
+        read_stores([tmp_path])

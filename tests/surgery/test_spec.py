@@ -236,3 +236,44 @@ def test_a_square_after_a_container_stands_after_its_last_module() -> None:
     model = ds.equip(create("resnet18"), "square(after='layer2')")
     assert isinstance(model.get_submodule("layer2.1.deepsquare_square"), dsnn.EleSquare)
     assert len(model.get_submodule("layer2")) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("+".join(["pooling"] * 20_000), "159999 characters; expected at most 10000"),
+        ("+".join(["pooling"] * 1_200), "too deeply nested"),
+        ("excitation(alpha=" + "-" * 9_000 + "1)", "too deeply nested"),
+        ("excitation(alpha=" + "[" * 4_000 + "]" * 4_000 + ")", "too many nested parentheses"),
+        ("pooling" + ".a" * 4_000, "too deeply nested"),
+        ("gem(p=" + "9" * 4_000 + ")", "p is beyond ±2**31"),
+        ("softmin(sign=-" + "9" * 20 + ")", "sign is beyond ±2**31"),
+        ("isqrt_cov(iterations=" + "9" * 9_000 + ")", "Exceeds the limit"),
+        ("a" * 9_000, "unknown term 'aaaa"),
+        ("pooling\ud800", "surrogates not allowed"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_spec_from_a_hostile_file_gets_one_short_line(spec: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        parse_spec(spec)
+    assert len(str(caught.value)) < 800
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("isqrt_cov(iterations=100000000)", "iterations is 100000000; expected 1 to 1000"),
+        ("mpn_cov(size=100000)", "size is 100000; expected 1 to 65536"),
+        ("fisher(components=100000)", "components is 100000; expected 1 to 65536"),
+        ("gem(p=1e308)", r"p is 1e\+308; expected at most 100"),
+        ("lp(p=101)", "p is 101.0; expected at most 100"),
+    ],
+)
+def test_numbers_that_no_module_can_have(spec: str, reason: str) -> None:
+    model = create("vanilla_cnn")
+    before = copied_state(model)
+    with pytest.raises(ValueError, match=reason):
+        ds.equip(model, spec)
+    assert same_state(model, before)

@@ -118,7 +118,7 @@ def checkpoint_of(run: TrainingRun, store: Path) -> Path:
 def remove_checkpoint(run: TrainingRun, store: Path) -> None:
     """Remove the checkpoint, the choice of a step and the lock of a run whose row is stored."""
     checkpoint = checkpoint_of(run, store)
-    for suffix in (".pt", ".json", ".lock"):
+    for suffix in (".pt", ".previous.pt", ".json", ".lock"):
         path = checkpoint.with_suffix(suffix)
         remove_stale_temps(path)
         path.unlink(missing_ok=True)

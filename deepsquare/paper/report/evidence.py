@@ -159,7 +159,7 @@ def _is_store(path: Path) -> bool:
         first = next((line for line in file if line.strip()), b"")
     try:
         parsed = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return bool(first)  # truncated or damaged: Store reports it
     return isinstance(parsed, dict) and bool({"experiment", "recipe", "metrics"} & parsed.keys())
 
