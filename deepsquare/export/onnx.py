@@ -36,10 +36,11 @@ class OnnxRuntime(Runtime):
             session = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0
             )
+            text = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
+            inputs, outputs = session.get_inputs(), session.get_outputs()
         except Exception as error:  # of classes that onnxruntime does not export
             raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {_last_line(error)}") from error
-        metadata = Metadata.loads(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
-        inputs, outputs = session.get_inputs(), session.get_outputs()
+        metadata = Metadata.loads(text, path)
         described = [(value.type, len(value.shape)) for value in (*inputs, *outputs)]
         if len(inputs) != 1 or described != [("tensor(float)", 4), ("tensor(float)", 2)]:
             actual = "; ".join(f"{value.name[:40]}: {value.type} {value.shape}" for value in (*inputs, *outputs)[:4])

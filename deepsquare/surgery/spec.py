@@ -6,6 +6,7 @@ its model.
 
 import ast
 import difflib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,9 @@ def parse_spec(spec: str) -> tuple[Term, ...]:
     if len(spec) > MAX_LENGTH:
         raise _not_a_spec(spec, f"{len(spec)} characters; expected at most {MAX_LENGTH}")
     try:
-        terms = _parse_sum(ast.parse(spec.strip(), mode="eval").body, spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's parser: 1if is a number that looks like a mistake
+            terms = _parse_sum(ast.parse(spec.strip(), mode="eval").body, spec)
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
     except UnicodeEncodeError as error:

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from deepsquare._files import CHECKSUM, append_checksum
+
 TAR_BLOCK, TAR_CHECKSUM = 512, slice(148, 156)
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -45,6 +47,17 @@ def _pack_zip(parts: Sequence[bytes]) -> bytes:
         for name, content in zip(parts[::2], parts[1::2], strict=True):
             archive.writestr(zipfile.ZipInfo(name.decode(errors="replace") or "empty"), content)
     return written.getvalue()
+
+
+def _unpack_checked_zip(data: bytes) -> list[bytes]:
+    """A zip file with our checksum behind it."""
+    return _unpack_zip(data.rpartition(CHECKSUM)[0] or data)
+
+
+def _pack_checked_zip(parts: Sequence[bytes]) -> bytes:
+    buffer = io.BytesIO(_pack_zip(parts))
+    append_checksum(buffer)
+    return buffer.getvalue()
 
 
 def _unpack_tar(data: bytes) -> list[bytes]:
@@ -95,6 +108,7 @@ def _pack_png(parts: Sequence[bytes]) -> bytes:
 CONTAINERS = {
     "safetensors": Container(_unpack_safetensors, _pack_safetensors),
     "zip": Container(_unpack_zip, _pack_zip),
+    "checked zip": Container(_unpack_checked_zip, _pack_checked_zip),
     "tar": Container(_unpack_tar, _pack_tar),
     "png": Container(_unpack_png, _pack_png),
 }

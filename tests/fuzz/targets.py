@@ -279,7 +279,7 @@ TARGETS: dict[str, Target] = {
         ('"shape":[', '"dtype":"I64"', '"spec"', "1e999", "\\u0000", "null"),
     ),
     "state_dict": Target(read_state_dict, state_dicts, "zip"),
-    "training": Target(read_training_checkpoint, lambda: [written("last.pt", train_from)], "zip"),
+    "training": Target(read_training_checkpoint, lambda: [written("last.pt", train_from)], "checked zip"),
     "onnx": Target(partial(read_exported, ".onnx"), lambda: exported(".onnx")),
     "executorch": Target(partial(read_exported, ".pte"), lambda: exported(".pte")),
     "image": Target(read_image, images, "png"),
