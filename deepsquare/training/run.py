@@ -16,7 +16,7 @@ import torch
 
 from deepsquare import checkpoint
 from deepsquare._compat import RECIPE_KEYS, rename_keys
-from deepsquare._files import atomic_write, ensure_writable
+from deepsquare._files import atomic_write, ensure_writable, exclusive
 from deepsquare.data.folders import check_same_classes, open_source
 from deepsquare.models import create_model
 from deepsquare.preprocessing import preprocessing_of
@@ -34,6 +34,7 @@ AUXILIARY = (
     "inception_v3",
 )  # have further classifiers in training, which the paper's loss has no term for
 JOB = ".job"  # the torchrun job that started the run
+LOCK = ".lock"  # held while a run uses its folder
 
 
 @dataclass(frozen=True)
@@ -100,34 +101,53 @@ def train(
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more")
-    setup = setup_training(recipe, data, seed, config, distributed)
-    trainer, source = setup.trainer, setup.batches.source
-    described = describe_run(recipe, config)
-    ensure_writable(results)
-    summary = {
-        "name": name,
-        "seed": seed,
-        **added_defaults(),
-        **described,
-        "images": len(source),
-        "classes": len(source.classes),
-    }
-    path = _prepare_folder(output, summary, trainer, resume)
-    torch.manual_seed(seed + 1 + distributed.rank)  # each process has its own dropout masks
-    history = _fit(setup, recipe, path, f"{name}, seed {seed}")
-    if distributed.is_main_process:
-        checkpoint.save(trainer.model, output / MODEL, trainer.preprocessing)
-        if trainer.ema is not None:
-            checkpoint.save(trainer.ema.module, output / EMA, trainer.preprocessing)
-        described |= {
-            "schedule": f"{recipe.size} px",
-            "processes": distributed.world_size,
-            "micro_batch_size": config.micro_batch_size,
-            "pipeline": config.loading.pipeline,
+    with _locked(output, distributed):
+        setup = setup_training(recipe, data, seed, config, distributed)
+        trainer, source = setup.trainer, setup.batches.source
+        described = describe_run(recipe, config)
+        ensure_writable(results)
+        summary = {
+            "name": name,
+            "seed": seed,
+            **added_defaults(),
+            **described,
+            "images": len(source),
+            "classes": len(source.classes),
         }
-        row = Row(setup.experiment, name, seed, described, history.metrics(), round(history.seconds, 1))
-        Store(results / "imagenet.jsonl").append(row)
-    return history
+        path = _prepare_folder(output, summary, trainer, resume)
+        torch.manual_seed(seed + 1 + distributed.rank)  # each process has its own dropout masks
+        history = _fit(setup, recipe, path, f"{name}, seed {seed}")
+        if distributed.is_main_process:
+            checkpoint.save(trainer.model, output / MODEL, trainer.preprocessing)
+            if trainer.ema is not None:
+                checkpoint.save(trainer.ema.module, output / EMA, trainer.preprocessing)
+            described |= {
+                "schedule": f"{recipe.size} px",
+                "processes": distributed.world_size,
+                "micro_batch_size": config.micro_batch_size,
+                "pipeline": config.loading.pipeline,
+            }
+            row = Row(setup.experiment, name, seed, described, history.metrics(), round(history.seconds, 1))
+            Store(results / "imagenet.jsonl").append(row)
+        return history
+
+
+@contextmanager
+def _locked(output: Path, distributed: DistributedContext) -> Iterator[None]:
+    """Keep other runs out of the folder; the main process holds the lock for all processes of this run."""
+    with ExitStack() as stack:
+        refused: OSError | None = None
+        if distributed.is_main_process:
+            try:
+                ensure_writable(output)
+                hint = "wait until that run ends, or choose another --output"
+                stack.enter_context(exclusive(output / LOCK, str(output), hint))
+            except OSError as error:
+                refused = error
+        refused = distributed.all_gather(refused)[0]  # the others would wait for the main process
+        if refused is not None:
+            raise refused
+        yield
 
 
 def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str) -> History:

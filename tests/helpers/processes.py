@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,16 @@ def start(
     process = warm_context().Process(target=_run, args=(function, arguments, environment or {}, stderr))
     process.start()
     return process
+
+
+def start_ranks(function: Callable[..., object], *arguments: Any, stderr: Path) -> list[BaseProcess]:
+    """Two processes that train together, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environments = [{**address, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [start(function, *arguments, environment=one, stderr=stderr) for one in environments]
 
 
 def _run(

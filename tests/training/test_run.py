@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -10,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.images import make_colored_folders
+from helpers.processes import command_line, start_ranks, wait
 from helpers.runs import CONFIG, RECIPE, SMALL
 from helpers.shell import Shell
 from torch import nn
 
+from deepsquare._files import exclusive
 from deepsquare.checkpoint import load, read_header, save
 from deepsquare.cost import Cost
 from deepsquare.models import create_model
@@ -266,6 +270,39 @@ def test_a_full_disk_is_noticed_at_the_start(data: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 10**6})())
     with pytest.raises(OSError, match=r"has 1 MB of free space; a run needs \d+ MB"):
         train("run", RECIPE, data, tmp_path / "run", config=CONFIG, results=tmp_path)
+
+
+def test_a_folder_that_another_run_uses_is_refused(data: Path, tmp_path: Path, shell: Shell) -> None:
+    run, line = tmp_path / "run", f"{tmp_path / 'run'} is in use by process {os.getpid()} on {platform.node()}; "
+    line += "wait until that run ends, or choose another --output"
+    run.mkdir()
+    with exclusive(run / ".lock", "the test", ""):
+        for resume in ([], ["--resume"]):
+            code, output = shell("train", "resnet18", "--data", data, "--output", run, *resume, *SMALL)
+            assert (code, output.splitlines()[-1]) == (2, f"deepsquare: error: {line}")
+    assert list(run.iterdir()) == []
+
+
+def test_no_process_of_a_refused_run_waits_for_the_others(data: Path, tmp_path: Path) -> None:
+    run, errors = tmp_path / "run", tmp_path / "stderr"
+    run.mkdir()
+    with exclusive(run / ".lock", "the test", ""):
+        command = [
+            "train",
+            "shufflenet_v2_x0_5",
+            "--data",
+            str(data),
+            "--output",
+            str(run),
+            *SMALL,
+            "--results",
+            str(tmp_path),
+        ]
+        processes = start_ranks(command_line, command, stderr=errors)
+        assert [wait(process, 60) for process in processes] == [2, 2], errors.read_text()
+    assert errors.read_text().count(f"{run} is in use by process {os.getpid()} on") == 2
+    processes = start_ranks(command_line, [*command, "--epochs", "1", "--batch-size", "12"], stderr=errors)
+    assert [wait(process) for process in processes] == [0, 0], errors.read_text()  # the ranks of a run share its folder
 
 
 def test_training_does_not_import_torchvision() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from deepsquare._files import ensure_writable, lock, remove_stale_temps
+from deepsquare._files import InUseError, ensure_writable, exclusive, remove_stale_temps
 from deepsquare._threads import use_threads
 from deepsquare.models import create_model
 from deepsquare.paper.grid.after_training import measure
@@ -84,8 +85,10 @@ class Task:
         torch.set_num_threads(1)
         checkpoint = checkpoint_of(self.run, self.store)
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        with checkpoint.with_suffix(".lock").open("w") as file:
-            if not lock(file, wait=False):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive(checkpoint.with_suffix(".lock"), self.run.name, "wait for it"))
+            except InUseError:
                 return None
             row, stored = None, Store(self.store).rows()
             if self.run.key not in {other.key for other in stored}:
