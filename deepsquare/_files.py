@@ -14,7 +14,26 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems that cannot lock files
+
+
+class FullError(OSError):
+    """A file cannot be written for lack of space."""
+
+    def __str__(self) -> str:
+        return f"cannot write {self.filename} ({self.strerror}); free some space, or choose another folder"
+
+
+@contextmanager
+def explain_full(path: str | Path) -> Iterator[None]:
+    """Name the file, and what to do, if the block cannot write to it for lack of space."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FullError) or error.errno not in FULL:
+            raise
+        raise FullError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
@@ -26,13 +45,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask says; some writers set another
-        yield temporary
-        temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with explain_full(path):
+            temporary.touch()
+            mode = temporary.stat().st_mode  # as the umask says; some writers set another
+            yield temporary
+            temporary.chmod(mode)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

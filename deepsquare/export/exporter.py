@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._files import atomic_write, ensure_writable, exclusive, remove_stale_temps
+from deepsquare._memory import explain_memory
 from deepsquare.export.base import Metadata, Runtime, check_images, quiet
 from deepsquare.export.lowering import lower_for_export
 from deepsquare.export.runtimes import RUNTIMES, runtime_for
@@ -84,7 +85,10 @@ def export(
     runtime.require_modules()
     ensure_writable(path.parent)
     lock_path = path.with_name(f".{path.name}.lock")
-    with exclusive(lock_path, str(path), "wait until that export ends, or give another path"):
+    with (
+        exclusive(lock_path, str(path), "wait until that export ends, or give another path"),
+        explain_memory(f"the export of {path}", "free some memory, or export on a machine with more"),
+    ):
         return _export(model, path, runtime, preprocessing, images, calibration, any_size)
 
 

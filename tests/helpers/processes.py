@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -68,6 +69,18 @@ def command_line(arguments: Sequence[str]) -> None:
     """``deepsquare`` with these arguments."""
     sys.argv = ["deepsquare", *arguments]
     main()
+
+
+def command_line_with_memory(extra: int, arguments: Sequence[str]) -> None:
+    """The same with so many bytes more than the process has at the start."""
+    import torchvision  # noqa: F401
+    from torch import randn
+
+    randn(8, 8) @ randn(8, 8)  # starts the threads
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + extra
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    command_line(arguments)
 
 
 def run_module(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from deepsquare._files import InUseError, ensure_writable, exclusive, remove_stale_temps
+from deepsquare._memory import explain_memory
 from deepsquare._threads import use_threads
 from deepsquare.models import create_model
 from deepsquare.paper.grid.after_training import measure
@@ -93,7 +94,8 @@ class Task:
             row, stored = None, Store(self.store).rows()
             if self.run.key not in {other.key for other in stored}:
                 _reuse_choice(self.run, stored, checkpoint)
-                row = self.train(self.run, checkpoint, on_progress)
+                with explain_memory(f"the run {self.run.name}", "use fewer --processes"):
+                    row = self.train(self.run, checkpoint, on_progress)
                 Store(self.store).append(row)  # while locked, so that no other grid repeats the run
             remove_checkpoint(self.run, self.store)
             return row
@@ -215,7 +217,7 @@ def run_tasks(planned: Sequence[Task], workers: Workers = LOCAL, hours: Mapping[
             for key, row, error in backend.results(tasks, progress.update):
                 run = tasks[key].run
                 if error is not None:
-                    failures.append(f"{run.name}: {error}")
+                    failures.append(f"{run.name}: {str(error) or repr(error)}")
                 elif row is not None:
                     Store(tasks[key].store).append(row)  # if the worker shares no file system with this process
                 progress.complete(run, row, error)
