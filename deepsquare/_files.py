@@ -126,7 +126,7 @@ def exclusive(path: Path, subject: str, hint: str) -> Iterator[None]:
 def _open_and_lock(path: Path) -> FileIO | str:
     """The locked file, created if it is missing; or the process that holds it."""
     while True:
-        file = path.open("ab+", buffering=0)
+        file = FileIO(path, "a+", opener=_open_no_link)
         _held.add(file)  # before it is locked: a thread may fork at any time
         locked = False
         try:
@@ -141,6 +141,11 @@ def _open_and_lock(path: Path) -> FileIO | str:
             if not locked:
                 _held.discard(file)
                 file.close()
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """The holder writes its name into the file: a link to another file, in a folder from elsewhere, is an error."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

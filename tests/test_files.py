@@ -77,3 +77,12 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     ):
         assert path.exists()
     assert not path.exists()
+
+
+def test_a_link_in_place_of_the_lock_is_an_error_and_its_target_stays(tmp_path: Path) -> None:
+    (target := tmp_path / "target").write_text("precious")
+    (path := tmp_path / ".lock").symlink_to(target)
+    with pytest.raises(OSError, match=r"symbolic links: .*\.lock"), exclusive(path, "the folder", "wait"):
+        pass
+    assert target.read_text() == "precious"
+    assert path.is_symlink()

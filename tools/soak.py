@@ -49,7 +49,7 @@ class Kind:
         process: the function of a process, and its arguments.
         items: what the folder holds.
         processes: how many are started at the same time.
-        orphans: seconds in which the children of a killed process end by themselves.
+        orphans: seconds within which the children of a killed process end by themselves.
     """
 
     name: str
@@ -123,14 +123,17 @@ class Soak:
     def _kill(self, process: BaseProcess) -> None:
         """Kill a process, with or without its children, and wait until those have ended by themselves."""
         assert process.pid is not None
-        if whole := self.random.random() < 0.5:
+        if self.random.random() < 0.5:
             with suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
         self.kills += process.exitcode == -signal.SIGKILL
-        if not whole:
-            time.sleep(self.kind.orphans)
+        end = time.monotonic() + self.kind.orphans
+        with suppress(ProcessLookupError):
+            while time.monotonic() < end:
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
 
     def _items(self, folder: Path) -> Items:
         files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pt")
@@ -202,7 +205,7 @@ def kinds(work: Path) -> list[Kind]:
             0.2,
             lambda folder, _: (toy_grid.run, folder / "rows.jsonl", 0.2),
             lambda folder: _rows(folder / "rows.jsonl"),
-            orphans=2.5,
+            orphans=10,
         ),
     ]
 

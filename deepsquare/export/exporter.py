@@ -84,7 +84,8 @@ def export(
         raise ValueError(f"{path} is a folder; give a file in it")
     runtime.require_modules()
     ensure_writable(path.parent)
-    lock_path = path.with_name(f".{path.name}.lock")
+    real = Path(os.path.realpath(path))  # which other links may name too
+    lock_path = real.with_name(f".{real.name}.lock")
     with (
         exclusive(lock_path, str(path), "wait until that export ends, or give another path"),
         explain_memory(f"the export of {path}", "free some memory, or export on a machine with more"),
