@@ -1,4 +1,4 @@
-"""Locks: one holder at a time, named to the others, and none that outlives its process."""
+"""Locks: one holder at a time, named to the others, and none that outlives its process; a full disk is named."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ import pytest
 from helpers.locking import compete, hold, hold_and_fork
 from helpers.processes import start, wait
 
-from deepsquare._files import InUseError, exclusive
+from deepsquare._files import FullError, InUseError, atomic_write, exclusive, explain_full
 
 
 def wait_for(path: Path, process: BaseProcess) -> None:
@@ -86,3 +86,15 @@ def test_a_link_in_place_of_the_lock_is_an_error_and_its_target_stays(tmp_path: 
         pass
     assert target.read_text() == "precious"
     assert path.is_symlink()
+
+
+def test_a_full_disk_is_named_once_and_the_old_file_stays(tmp_path: Path) -> None:
+    (path := tmp_path / "run.json").write_text("old")
+    expected = rf"^cannot write {path} \(No space left on device\); free some space, or choose another folder$"
+    for size in (10, 10**6):  # when it is closed, and when it is written
+        with pytest.raises(FullError, match=expected), explain_full("the output"), atomic_write(path):
+            Path("/dev/full").write_text("x" * size)
+    with pytest.raises(FileNotFoundError), atomic_write(path):
+        Path(tmp_path / "missing").read_text()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
