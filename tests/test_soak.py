@@ -1,4 +1,4 @@
-"""A dozen kills at random moments change nothing; ``make soak`` sends more, also to grids and to runs that want one folder."""
+"""A dozen kills at random moments change nothing; ``make soak`` sends more, and to grids and rival runs too."""
 
 from pathlib import Path
 
