@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test types pytest reproduce results support fuzz clean
+.PHONY: test types pytest reproduce results support fuzz soak clean
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -15,6 +15,12 @@ types: $(READY)
 
 pytest: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Kills training runs, exports and grids at random moments and compares what they end with (some minutes).
+KILLS ?= 100
+SEED ?= 0
+soak: $(READY)
+	PYTHONPATH=tests $(BIN)/python tools/soak.py --kills $(KILLS) --seed $(SEED)
 
 reproduce: $(READY)
 	$(BIN)/deepsquare reproduce all

@@ -17,6 +17,7 @@ import deepsquare
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
     "_files",
+    "_memory",
     "_compat",
     "_terminal",
     "_threads",

@@ -11,6 +11,8 @@ from importlib import metadata
 
 import tyro
 
+from deepsquare._files import explain_full
+from deepsquare._memory import explain_memory
 from deepsquare._terminal import printable_lines
 from deepsquare.cli import bench, reproduce
 from deepsquare.cli.eval import eval_command
@@ -78,14 +80,16 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for a character that it lacks
     try:
-        _run()
-        sys.stdout.flush()
+        hint = "reduce the batch or input size, or run less at the same time"
+        with explain_memory("this command", hint), explain_full("the output"):
+            _run()
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe: deepsquare info … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, TypeError, OSError, MemoryError) as error:
-        message = str(error) or "not enough memory; reduce the batch or input size"
+        message = str(error) or repr(error)
         message = message.replace("input_shape=(channels, height, width)", "--input-shape CHANNELS HEIGHT WIDTH")
         print(f"deepsquare: error: {printable_lines(message)}", file=sys.stderr)
         sys.exit(2)

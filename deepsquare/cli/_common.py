@@ -1,12 +1,14 @@
 """What verbs share: an option, and reading a checkpoint."""
 
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from torch import nn
 
+from deepsquare._memory import explain_memory
 from deepsquare.checkpoint import load, read_header
 from deepsquare.export.runtimes import is_exported
 from deepsquare.preprocessing import Preprocessing
@@ -27,9 +29,15 @@ def model_file(path: Path) -> Path:
     return file
 
 
+def explain_loading(file: Path) -> AbstractContextManager[None]:
+    """For the block that loads a model: lack of memory names the file."""
+    return explain_memory(f"loading the model {file}", "free some memory, or use a machine with more")
+
+
 def load_model(file: Path) -> tuple[nn.Module, Preprocessing]:
     """The model of a checkpoint and its preprocessing; ImageNet's if the checkpoint has none."""
-    model, header = load(file), read_header(file)
+    with explain_loading(file):
+        model, header = load(file), read_header(file)
     if header.preprocessing:
         return model, header.preprocessing
     preprocessing = Preprocessing()

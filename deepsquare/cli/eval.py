@@ -10,7 +10,7 @@ import tyro
 from torch import Tensor
 
 from deepsquare.checkpoint import load, read_header
-from deepsquare.cli._common import AsJson, model_file
+from deepsquare.cli._common import AsJson, explain_loading, model_file
 from deepsquare.data import open_source
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.training import LoaderConfig, evaluate, init_distributed
@@ -46,7 +46,9 @@ def eval_command(
     size = size or stored.size
     resize = resize or round(size * stored.resize / stored.size)
     preprocessing = dataclasses.replace(stored, size=size, resize=resize)
-    source, model = open_source(data, split), load(checkpoint).float()
+    source = open_source(data, split)
+    with explain_loading(checkpoint):
+        model = load(checkpoint).float()
     expected = "expected the data set that it was trained on"
     if stored.class_names and stored.class_names != source.classes:
         pairs = zip_longest(stored.class_names, source.classes)

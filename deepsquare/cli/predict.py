@@ -9,8 +9,9 @@ import torch
 import tyro
 from torch import Tensor
 
+from deepsquare._memory import explain_memory
 from deepsquare._terminal import show
-from deepsquare.cli._common import AsJson, load_model, model_file
+from deepsquare.cli._common import AsJson, explain_loading, load_model, model_file
 from deepsquare.export import load_exported
 from deepsquare.export.exporter import BATCH_SIZE, compute_logits
 from deepsquare.export.images import image_files, load_images
@@ -33,13 +34,15 @@ def predict_command(
     images = [image for path in paths for image in (image_files(path) if path.is_dir() else [path])]
     compute: Callable[[Tensor], Tensor]
     if is_exported(model):
-        compute = exported = load_exported(model)
+        with explain_loading(model):
+            compute = exported = load_exported(model)
         preprocessing = exported.metadata.preprocessing
     else:
         network, preprocessing = load_model(model_file(model))
         compute = partial(compute_logits, network.eval().float())
     batches = (images[first : first + BATCH_SIZE] for first in range(0, len(images), BATCH_SIZE))
-    logits = torch.cat([compute(load_images(batch, preprocessing, upright=True)) for batch in batches])
+    with explain_memory(f"the prediction of {min(len(images), BATCH_SIZE)} images at once", "give fewer images"):
+        logits = torch.cat([compute(load_images(batch, preprocessing, upright=True)) for batch in batches])
     if failed := [str(file) for file, isnan in zip(images, logits.isnan().any(1), strict=True) if isnan]:
         raise ValueError(f"{model} has no prediction for {', '.join(failed)}: its logits are NaN; train it further")
     num_classes = logits.shape[1]

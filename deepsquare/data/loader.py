@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from deepsquare._memory import explain_memory
 from deepsquare._threads import one_thread
 from deepsquare.data import pil
 from deepsquare.data.source import DecodeError, Source
@@ -100,7 +101,11 @@ class BatchDataset(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         with one_thread():  # one image is too little work to share
-            return self.batch(self.indices(number))
+            batch = self.batch(self.indices(number))
+        if get_worker_info() is not None:  # later, in a thread of the worker, an error would never reach the caller
+            for tensor in (batch.images, batch.labels):
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+        return batch
 
     def indices(self, number: int) -> list[int]:
         """The indices of a batch; IndexError if one is out of range."""
@@ -161,7 +166,11 @@ def _load(dataset: BatchDataset, workers: int) -> Iterator[Batch]:
     with _blocked_stop_signals() if workers else nullcontext():
         iterator: Any = iter(loader)
     try:
-        for images, labels, damaged in iterator:
+        while True:
+            with explain_memory("a batch of images", "choose a smaller batch, smaller images or fewer workers"):
+                if (batch := next(iterator, None)) is None:
+                    return
+            images, labels, damaged = batch
             yield Batch(images, labels, tuple(damaged))  # the loader converts tuples to lists
     finally:
         if workers:

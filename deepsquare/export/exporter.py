@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare._files import atomic_write, ensure_writable, remove_stale_temps
+from deepsquare._files import atomic_write, ensure_writable, exclusive, remove_stale_temps
+from deepsquare._memory import explain_memory
 from deepsquare.export.base import Metadata, Runtime, check_images, quiet
 from deepsquare.export.lowering import lower_for_export
 from deepsquare.export.runtimes import RUNTIMES, runtime_for
@@ -83,6 +84,25 @@ def export(
         raise ValueError(f"{path} is a folder; give a file in it")
     runtime.require_modules()
     ensure_writable(path.parent)
+    real = Path(os.path.realpath(path))  # which other links may name too
+    lock_path = real.with_name(f".{real.name}.lock")
+    with (
+        exclusive(lock_path, str(path), "wait until that export ends, or give another path"),
+        explain_memory(f"the export of {path}", "free some memory, or export on a machine with more"),
+    ):
+        return _export(model, path, runtime, preprocessing, images, calibration, any_size)
+
+
+def _export(
+    model: nn.Module,
+    path: Path,
+    runtime: Runtime,
+    preprocessing: Preprocessing,
+    images: Tensor | None,
+    calibration: Tensor | None,
+    any_size: bool,
+) -> Export:
+    """Write the file, whose path no other export uses, and compare."""
     remove_stale_temps(path)
     model = copy.deepcopy(model).eval().float().cpu()
     shape = (3, preprocessing.size, preprocessing.size)

@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 
 from deepsquare import checkpoint
 from deepsquare._compat import RECIPE_KEYS, rename_keys
-from deepsquare._files import atomic_write, ensure_writable
+from deepsquare._files import atomic_write, ensure_writable, exclusive, explain_full, remove_stale_temps
+from deepsquare._memory import OutOfMemoryError, explain_memory
 from deepsquare.data.folders import check_same_classes, open_source
 from deepsquare.models import create_model
 from deepsquare.preprocessing import preprocessing_of
@@ -34,6 +35,7 @@ AUXILIARY = (
     "inception_v3",
 )  # have further classifiers in training, which the paper's loss has no term for
 JOB = ".job"  # the torchrun job that started the run
+LOCK = ".lock"  # held while a run uses its folder
 
 
 @dataclass(frozen=True)
@@ -100,34 +102,62 @@ def train(
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more")
-    setup = setup_training(recipe, data, seed, config, distributed)
-    trainer, source = setup.trainer, setup.batches.source
-    described = describe_run(recipe, config)
-    ensure_writable(results)
-    summary = {
-        "name": name,
-        "seed": seed,
-        **added_defaults(),
-        **described,
-        "images": len(source),
-        "classes": len(source.classes),
-    }
-    path = _prepare_folder(output, summary, trainer, resume)
-    torch.manual_seed(seed + 1 + distributed.rank)  # each process has its own dropout masks
-    history = _fit(setup, recipe, path, f"{name}, seed {seed}")
-    if distributed.is_main_process:
-        checkpoint.save(trainer.model, output / MODEL, trainer.preprocessing)
-        if trainer.ema is not None:
-            checkpoint.save(trainer.ema.module, output / EMA, trainer.preprocessing)
-        described |= {
-            "schedule": f"{recipe.size} px",
-            "processes": distributed.world_size,
-            "micro_batch_size": config.micro_batch_size,
-            "pipeline": config.loading.pipeline,
+    with _locked(output, distributed), explain_memory(f"the training of {name}", "choose a smaller model or batch"):
+        setup = setup_training(recipe, data, seed, config, distributed)
+        trainer, source = setup.trainer, setup.batches.source
+        described = describe_run(recipe, config)
+        ensure_writable(results)
+        summary = {
+            "name": name,
+            "seed": seed,
+            **added_defaults(),
+            **described,
+            "images": len(source),
+            "classes": len(source.classes),
         }
-        row = Row(setup.experiment, name, seed, described, history.metrics(), round(history.seconds, 1))
-        Store(results / "imagenet.jsonl").append(row)
-    return history
+        path = _prepare_folder(output, summary, trainer, resume)
+        torch.manual_seed(seed + 1 + distributed.rank)  # each process has its own dropout masks
+        history = _fit(setup, recipe, path, f"{name}, seed {seed}")
+        if distributed.is_main_process:
+            checkpoint.save(trainer.model, output / MODEL, trainer.preprocessing)
+            if trainer.ema is not None:
+                checkpoint.save(trainer.ema.module, output / EMA, trainer.preprocessing)
+            described |= {
+                "schedule": f"{recipe.size} px",
+                "processes": distributed.world_size,
+                "micro_batch_size": config.micro_batch_size,
+                "pipeline": config.loading.pipeline,
+            }
+            row = Row(setup.experiment, name, seed, described, history.metrics(), round(history.seconds, 1))
+            Store(results / "imagenet.jsonl").append(row)
+        return history
+
+
+@contextmanager
+def _locked(output: Path, distributed: DistributedContext) -> Iterator[None]:
+    """Keep other runs out of the folder; the main process holds the lock for all processes of this run."""
+    with ExitStack() as stack:
+        refused: OSError | None = None
+        if distributed.is_main_process:
+            try:
+                if not output.exists():
+                    stack.callback(_remove_if_empty, output)  # a mistake in the command leaves no folder
+                ensure_writable(output)
+                hint = "wait until that run ends, or choose another --output"
+                stack.enter_context(exclusive(output / LOCK, str(output), hint))
+                for file in (CHECKPOINT, MODEL, EMA, LOG, SUMMARY, JOB):  # of a killed run
+                    remove_stale_temps(output / file)
+            except OSError as error:
+                refused = error
+        refused = distributed.all_gather(refused)[0]  # the others would wait for the main process
+        if refused is not None:
+            raise refused
+        yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str) -> History:
@@ -145,10 +175,10 @@ def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str
         def on_epoch(history: History) -> None:
             progress.epoch(history)
             if is_main_process:
-                _log_epoch(history, path.with_name(LOG), writer)
+                _log_epochs(history, path.with_name(LOG), writer)
 
         try:
-            return fit(
+            history = fit(
                 setup.trainer,
                 setup.batches,
                 recipe,
@@ -161,9 +191,15 @@ def _fit(setup: TrainingSetup, recipe: ImageNetRecipe, path: Path, identity: str
                 stop=lambda: bool(signals),
                 judge_end=False,  # a trial run of a few epochs may end at chance level
             )
+            if is_main_process:
+                _log_epochs(history, path.with_name(LOG))  # if the run was killed after its last checkpoint
+            return history
         except DivergedError as error:
             hint = f"; {path} is from before the divergence" if path.exists() else ""
             raise ValueError(f"{error}, in a new --output{hint}") from error
+        except OutOfMemoryError as error:
+            resume = "; --resume continues from the last checkpoint, also with another --micro-batch-size or --workers"
+            raise OutOfMemoryError(f"{error}{resume if path.exists() else ''}") from error
         except StoppedError as error:
             raise KeyboardInterrupt(*error.args) if signal.SIGINT in signals else error from None
 
@@ -189,14 +225,16 @@ def _prepare_folder(output: Path, summary: dict[str, Any], trainer: Trainer, res
             raise ValueError(f"{output} contains another run: {differences}. Choose another --output")
     copies = 5 + 3 * (summary["ema"] is not None)  # weights and momentum in the old and the new file; the result
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in trainer.model.state_dict().values())
-    free = shutil.disk_usage(output).free
+    present = sum(file.stat().st_size for file in output.iterdir() if file.is_file())  # of the copies, when resumed
+    free = shutil.disk_usage(output).free + present
     if free < needed:
         raise OSError(f"{output} has {free / 1e6:.0f} MB of free space; a run needs {needed / 1e6:.0f} MB")
     trainer.distributed.all_gather(None)  # no process writes before all have checked
     if trainer.distributed.is_main_process:
         with atomic_write(summary_path) as temporary:
             temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        job_path.write_text(job)
+        with atomic_write(job_path) as temporary:
+            temporary.write_text(job)
         if not path.exists():
             (output / LOG).unlink(missing_ok=True)  # of a run whose checkpoint was removed
     return path
@@ -228,11 +266,26 @@ def _tensorboard(output: Path) -> Any:
     return SummaryWriter(str(output / "tensorboard"))
 
 
-def _log_epoch(history: History, path: Path, writer: Any) -> None:
-    """Append the last epoch to the log as a line of JSON and, if there is a writer, to TensorBoard's files."""
-    values = {key: value[-1] for key, value in asdict(history).items() if isinstance(value, list) and value}
-    line = {"epoch": history.epochs, **values, "seconds": round(history.seconds, 1), "time": round(time.time())}
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    for key, value in values.items() if writer else ():
-        writer.add_scalar(key, value, history.epochs)
+def _log_epochs(history: History, path: Path, writer: Any = None) -> None:
+    """Append the last epoch to the log as a line of JSON and, if there is a writer, to TensorBoard's files.
+
+    A killed run may leave a log that lacks epochs of its checkpoint, or has others: it is then written anew, without
+    the times of the epochs that it lacked.
+    """
+    curves = {key: value for key, value in asdict(history).items() if isinstance(value, list) and value}
+    stored = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    known, times, lines = {line.rpartition(', "seconds"')[0]: line for line in stored}, "", []
+    for epoch in range(1, history.epochs + 1):
+        metrics = json.dumps({"epoch": epoch, **{key: value[epoch - 1] for key, value in curves.items()}})[:-1]
+        if epoch == history.epochs:
+            times = f', "seconds": {round(history.seconds, 1)}, "time": {round(time.time())}'
+        lines.append(known.get(metrics, f"{metrics}{times}}}\n"))
+    with explain_full(path):
+        if stored == lines[:-1]:
+            with path.open("a") as file:
+                file.write(lines[-1])
+        elif stored != lines:
+            with atomic_write(path) as temporary:
+                temporary.write_text("".join(lines))
+    for key, value in curves.items() if writer else ():
+        writer.add_scalar(key, value[-1], history.epochs)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from deepsquare._memory import explain_memory
 from deepsquare.data.loader import NO_LABEL
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import set_beta
@@ -73,9 +74,14 @@ class Trainer:
         Returns the sum of the losses, the number of correct answers and of images, and the number of classes; images
         that cannot be decoded do not count.
         """
+        size = self.config.micro_batch_size or len(labels)
+        hint = "set a smaller micro_batch_size or batch_size, or run less at the same time"
+        with explain_memory(f"a training step of {_describe(images[:size])}", hint):
+            return self._forward_backward(images, labels, size)
+
+    def _forward_backward(self, images: Tensor, labels: Tensor, size: int) -> tuple[float, int, int, int]:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        size = self.config.micro_batch_size or len(labels)
         micro_batches = list(zip(torch.split(images, size), torch.split(labels, size), strict=True))
         loss_sum, correct, valid_sum, classes = 0.0, 0, 0, 0
         for number, (inputs, targets) in enumerate(micro_batches, 1):
@@ -104,7 +110,8 @@ class Trainer:
     def optimizer_step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.scaler.step(self.optimizer)
+        with explain_memory("the momentum of the weights", "choose a smaller model, or run less at the same time"):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
@@ -174,7 +181,8 @@ def evaluate(
     sums = torch.zeros(6, dtype=torch.float64)  # loss, decoded images, top-1, top-5, all images, overflows
     hits: list[Tensor] = []
     for images, labels in batches:
-        outputs = (logits or model)(images)
+        with explain_memory(f"the evaluation of {_describe(images)}", "choose a smaller batch, or smaller images"):
+            outputs = (logits or model)(images)
         labels = labels.to(outputs.device)
         losses = F.cross_entropy(outputs, labels, reduction="none", ignore_index=NO_LABEL)
         targets = labels.where(~outputs.isnan().any(1), NO_LABEL)
@@ -199,6 +207,10 @@ def to_input(images: Tensor, preprocessing: Preprocessing, device: torch.device,
     """Move (N, 3, H, W) uint8 images to the device, as bytes, and normalize them there."""
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return preprocessing.normalize(images.to(device, non_blocking=True).contiguous(memory_format=memory_format))
+
+
+def _describe(images: Tensor) -> str:
+    return f"{len(images)} images of {'×'.join(map(str, images.shape[1:]))}"
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from helpers.exported import IMAGES, trained
 from torch import Tensor, nn
 
 import deepsquare as ds
+from deepsquare._files import InUseError, exclusive
 from deepsquare.export import export, load_exported
 from deepsquare.export.base import Runtime, quiet
 from deepsquare.export.executorch import ExecuTorch
@@ -246,6 +247,15 @@ def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match=r"cannot write .*model.onnx \(No space left on device\); make room"):
         export(model, tmp_path / "model.onnx", IMAGES)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_two_exports_to_one_file_are_refused(tmp_path: Path) -> None:
+    model, path = ds.create_model("vanilla_cnn").eval(), tmp_path / "model.onnx"
+    with exclusive(tmp_path / ".model.onnx.lock", "the test", ""):
+        (other := tmp_path / f".model.onnx.{'0' * 32}").touch()  # what the other export writes
+        with pytest.raises(InUseError, match=rf"{path} is in use by process {os.getpid()} on .*; wait until that expo"):
+            export(model, path, IMAGES)
+        assert other.exists()
 
 
 def test_mistakes_in_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

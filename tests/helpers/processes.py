@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,16 @@ def start(
     return process
 
 
+def start_ranks(function: Callable[..., object], *arguments: Any, stderr: Path) -> list[BaseProcess]:
+    """Two processes that train together, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environments = [{**address, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [start(function, *arguments, environment=one, stderr=stderr) for one in environments]
+
+
 def _run(
     function: Callable[..., object], arguments: tuple[Any, ...], environment: Mapping[str, str], stderr: Path
 ) -> None:
@@ -57,6 +69,18 @@ def command_line(arguments: Sequence[str]) -> None:
     """``deepsquare`` with these arguments."""
     sys.argv = ["deepsquare", *arguments]
     main()
+
+
+def command_line_with_memory(extra: int, arguments: Sequence[str]) -> None:
+    """The same with so many bytes more than the process has at the start."""
+    import torchvision  # noqa: F401
+    from torch import randn
+
+    randn(8, 8) @ randn(8, 8)  # starts the threads
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + extra
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    command_line(arguments)
 
 
 def run_module(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:

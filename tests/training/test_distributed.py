@@ -1,7 +1,6 @@
 """Many processes train like one, evaluate every image once, and restart when one of them is killed."""
 
 import json
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from helpers import distributed_script
 from helpers.images import make_colored_folders
-from helpers.processes import start, wait
+from helpers.processes import start, start_ranks, wait
 
 from deepsquare.training import DistributedContext, init_distributed
 from deepsquare.training.distributed import rendezvous
@@ -53,19 +52,8 @@ def test_two_processes_follow_the_loss_of_one(
         assert one_process(data, tmp_path / "alone.json", *options) == 0
         alone = json.loads((tmp_path / "alone.json").read_text())
         assert [1.0] in alone["weights"]  # β
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    out = tmp_path / "run.json"
-    errors = tmp_path / "stderr"
-    processes = [
-        start(
-            distributed_script.main, data, out, options,
-            environment={**address, "RANK": rank, "LOCAL_RANK": rank}, stderr=errors,
-        )
-        for rank in "01"
-    ]  # fmt: skip
+    out, errors = tmp_path / "run.json", tmp_path / "stderr"
+    processes = start_ranks(distributed_script.main, data, out, options, stderr=errors)
     assert [wait(process) for process in processes] == [0, 0], errors.read_text()
     same(json.loads(out.read_text()), alone)
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]  # it learns: the comparison is not one of standing still

@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.images import make_colored_folders
+from helpers.processes import command_line, start_ranks, wait
 from helpers.runs import CONFIG, RECIPE, SMALL
 from helpers.shell import Shell
 from torch import nn
 
+from deepsquare._files import exclusive
 from deepsquare.checkpoint import load, read_header, save
 from deepsquare.cost import Cost
 from deepsquare.models import create_model
@@ -261,10 +267,89 @@ def test_a_diverged_run_stops_with_a_hint(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_noticed_at_the_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 10**6})())
     with pytest.raises(OSError, match=r"has 1 MB of free space; a run needs \d+ MB"):
+        train("run", RECIPE, data, tmp_path / "run", config=CONFIG, results=tmp_path)
+
+
+def test_a_folder_that_another_run_uses_is_refused(data: Path, tmp_path: Path, shell: Shell) -> None:
+    run, line = tmp_path / "run", f"{tmp_path / 'run'} is in use by process {os.getpid()} on {platform.node()}; "
+    line += "wait until that run ends, or choose another --output"
+    run.mkdir()
+    with exclusive(run / ".lock", "the test", ""):
+        for resume in ([], ["--resume"]):
+            code, output = shell("train", "resnet18", "--data", data, "--output", run, *resume, *SMALL)
+            assert (code, output.splitlines()[-1]) == (2, f"deepsquare: error: {line}")
+    assert list(run.iterdir()) == []
+
+
+def test_no_process_of_a_refused_run_waits_for_the_others(data: Path, tmp_path: Path) -> None:
+    run, errors = tmp_path / "run", tmp_path / "stderr"
+    run.mkdir()
+    with exclusive(run / ".lock", "the test", ""):
+        command = [
+            "train",
+            "shufflenet_v2_x0_5",
+            "--data",
+            str(data),
+            "--output",
+            str(run),
+            *SMALL,
+            "--results",
+            str(tmp_path),
+        ]
+        processes = start_ranks(command_line, command, stderr=errors)
+        assert [wait(process, 60) for process in processes] == [2, 2], errors.read_text()
+    assert errors.read_text().count(f"{run} is in use by process {os.getpid()} on") == 2
+    processes = start_ranks(command_line, [*command, "--epochs", "1", "--batch-size", "12"], stderr=errors)
+    assert [wait(process) for process in processes] == [0, 0], errors.read_text()  # the ranks of a run share its folder
+
+
+def test_a_resumed_run_completes_its_log_and_removes_temporary_files(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, options = tmp_path / "run", {"config": CONFIG, "results": tmp_path}
+    recipe = dataclasses.replace(RECIPE, epochs=3)
+    train("run", recipe, data, run, **options)  # type: ignore[arg-type]
+    log, names = run / "log.jsonl", sorted(path.name for path in run.iterdir())
+    whole = log.read_text()
+    first, second, last = whole.splitlines(keepends=True)
+    without_times = second.partition(', "seconds"')[0] + "}\n"
+    later = first.replace('"epoch": 1', '"epoch": 4')
+    for damaged, expected in (
+        (first + second, [first, second]),
+        (first + second + last[:30], [first, second]),
+        (whole + later, [first, second]),
+        (first + last, [first, without_times]),
+    ):
+        log.write_text(damaged)
+        (run / f".model.safetensors.{'0' * 32}").touch()  # of a killed writer
+        train("run", recipe, data, run, resume=True, **options)  # type: ignore[arg-type]
+        *lines, end = log.read_text().splitlines(keepends=True)
+        assert lines == expected
+        assert end.partition(', "seconds"')[0] == last.partition(', "seconds"')[0]
+        assert sorted(path.name for path in run.iterdir()) == names
+
+    def usage(path: Path) -> object:
+        present = sum(file.stat().st_size for file in run.iterdir())
+        return type("usage", (), {"free": 8 * 10**6 - present})()
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)  # what a new run needs, less what it has written
+    train("run", recipe, data, run, resume=True, **options)  # type: ignore[arg-type]
+
+
+def test_a_disk_that_is_full_for_the_log_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if (path.name, mode) == ("log.jsonl", "a"):
+            return opened(Path("/dev/full"), mode, *arguments, **options)
+        return opened(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    expected = r"^cannot write .*run/log\.jsonl \(No space left on device\); free some space, or choose another folder$"
+    (tmp_path / "run").mkdir()
+    with pytest.raises(OSError, match=expected):
         train("run", RECIPE, data, tmp_path / "run", config=CONFIG, results=tmp_path)
 
 

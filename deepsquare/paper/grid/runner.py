@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import msgspec
 import torch
 from torch import nn
 
-from deepsquare._files import ensure_writable, lock, remove_stale_temps
+from deepsquare._files import InUseError, ensure_writable, exclusive, remove_stale_temps
+from deepsquare._memory import explain_memory
 from deepsquare._threads import use_threads
 from deepsquare.models import create_model
 from deepsquare.paper.grid.after_training import measure
@@ -84,13 +86,16 @@ class Task:
         torch.set_num_threads(1)
         checkpoint = checkpoint_of(self.run, self.store)
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        with checkpoint.with_suffix(".lock").open("w") as file:
-            if not lock(file, wait=False):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive(checkpoint.with_suffix(".lock"), self.run.name, "wait for it"))
+            except InUseError:
                 return None
             row, stored = None, Store(self.store).rows()
             if self.run.key not in {other.key for other in stored}:
                 _reuse_choice(self.run, stored, checkpoint)
-                row = self.train(self.run, checkpoint, on_progress)
+                with explain_memory(f"the run {self.run.name}", "use fewer --processes"):
+                    row = self.train(self.run, checkpoint, on_progress)
                 Store(self.store).append(row)  # while locked, so that no other grid repeats the run
             remove_checkpoint(self.run, self.store)
             return row
@@ -212,7 +217,7 @@ def run_tasks(planned: Sequence[Task], workers: Workers = LOCAL, hours: Mapping[
             for key, row, error in backend.results(tasks, progress.update):
                 run = tasks[key].run
                 if error is not None:
-                    failures.append(f"{run.name}: {error}")
+                    failures.append(f"{run.name}: {str(error) or repr(error)}")
                 elif row is not None:
                     Store(tasks[key].store).append(row)  # if the worker shares no file system with this process
                 progress.complete(run, row, error)
