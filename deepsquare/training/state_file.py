@@ -11,6 +11,7 @@ import torch
 
 from deepsquare._compat import upgrade_training_state
 from deepsquare._files import append_checksum, atomic_write, remove_stale_temps, verify_checksum
+from deepsquare._memory import explain_memory
 
 logger = logging.getLogger("deepsquare")
 VERSION = 4  # 2 and 3 had no checksum
@@ -77,11 +78,12 @@ def read_state(path: Path) -> tuple[dict[str, Any], bool]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        checked = verify_checksum(path)
-        if checked is False:
-            raise ValueError("its checksum is another")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except PermissionError:
+        with explain_memory(f"loading the checkpoint {path}", "free some memory, or use a machine with more"):
+            checked = verify_checksum(path)
+            if checked is False:
+                raise ValueError("its checksum is another")
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (PermissionError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes torch and pickle fail in many ways
         raise _DamagedError(f"{path} is not a training checkpoint, or is damaged; remove it to start again") from error
