@@ -23,6 +23,7 @@ COUNTS = {"size": 2**16, "reduction": 2**16, "components": 2**16, "iterations": 
 MAX_EXPONENT = 100.0  # of the option p; the values of a map overflow long before
 MAX_INT = 2**31  # of the absolute value of any integer
 MAX_LENGTH = 10_000  # of a spec, in characters: specs also come from files
+MAX_DEPTH = 200  # of its syntax tree, where each '+' is a level
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,16 @@ def parse_spec(spec: str) -> tuple[Term, ...]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python's parser: 1if is a number that looks like a mistake
-            terms = _parse_sum(ast.parse(spec.strip(), mode="eval").body, spec)
+            tree = ast.parse(spec.strip(), mode="eval").body
     except SyntaxError as error:
         raise _not_a_spec(spec, f"position {error.offset}: {error.msg}") from error
     except UnicodeEncodeError as error:
         raise _not_a_spec(spec, str(error)) from error
     except (RecursionError, MemoryError) as error:  # by Python's parser, whose stack is limited
         raise _not_a_spec(spec, "too deeply nested") from error
+    if _is_deep(tree):
+        raise _not_a_spec(spec, "too deeply nested")
+    terms = _parse_sum(tree, spec)
     _refuse_clashes(terms, spec)
     return terms
 
@@ -100,6 +104,13 @@ def parse_spec(spec: str) -> tuple[Term, ...]:
 def format_spec(terms: Sequence[Term]) -> str:
     """The spec of ``terms``, in its one canonical spelling."""
     return "+".join(map(str, terms))
+
+
+def _is_deep(tree: ast.AST) -> bool:
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return bool(level)
 
 
 def _shorten(text: str) -> str:

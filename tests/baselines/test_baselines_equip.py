@@ -149,7 +149,7 @@ def test_an_empty_batch() -> None:
     ("name", "spec", "message"),
     [
         ("resnet18", "gsop1(size=3)", "gsop1 takes no options; write gsop"),
-        ("resnet18", "se(reduction=0)", "the term se.* reduction is 0; expected at least 1"),
+        ("resnet18", "se(reduction=0)", "the term se.* reduction is 0; expected 1 to 65536"),
         ("resnet18", "ge_theta(extent=3)", "extent is 3; expected 2, 4, 8, or 0"),
         ("resnet18", "se+excitation", "fills the same site twice, by se and excitation"),
         ("resnet18", "isqrt_cov+gem", "fills the same site twice"),
