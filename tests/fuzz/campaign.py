@@ -58,7 +58,7 @@ def run(name: str, seconds: float, seed: int, folder: Path, found: Counter[str])
     """One process, until it breaks or the time is over; the number of cases."""
     count = folder / "count"
     count.write_text("0")
-    known = set(folder.iterdir())
+    known, start = set(folder.iterdir()), time.time()
     options: dict[str, int | str] = {
         "max_total_time": max(1, round(seconds)),
         "seed": seed,
@@ -78,14 +78,14 @@ def run(name: str, seconds: float, seed: int, folder: Path, found: Counter[str])
         [*command, *map(str, paths)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     printed = done.stdout.decode(errors="replace")
-    new = set(folder.iterdir()) - known
-    again = re.search(r"Test unit written to", printed)
-    for case in new:
+    cases = {path for path in folder.iterdir() if path.name.partition("-")[0] in KINDS and not path.suffix}
+    written = {case for case in cases if case.stat().st_mtime >= start - 1}  # the clock of files is coarser
+    for case in written - known:
         kind = case.name.partition("-")[0]
         python = "Uncaught Python exception" in printed
         found[KINDS[kind if kind != "crash" or python else "abort"]] += 1
         case.with_name(f"{case.name}.txt").write_text(printed, encoding="utf-8")
-    if done.returncode and not new and not again:
+    if done.returncode and not written:
         raise RuntimeError(f"{name} ended with {done.returncode} and without a case:\n{printed[-3000:]}")
     return int(count.read_text() or 0)
 
