@@ -1,9 +1,12 @@
 """The command line: one file per verb, one parser for all of them."""
 
+import contextlib
 import difflib
+import functools
 import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -45,19 +48,48 @@ def _run(args: Sequence[str] | None = None) -> None:
         nearest = difflib.get_close_matches(word, names, n=1)
         if nearest and nearest != [word] and not word.startswith("-"):  # tyro answers what resembles no subcommand
             raise ValueError(f"no subcommand is called {word!r}; did you mean {nearest[0]}? All: {', '.join(names)}")
-    app = _group(verbs)
-    for group, module in (("reproduce", reproduce), ("bench", bench)):
-        app.command(_group(groups[group]), name=group, help=module.__doc__)
-    app.command(name="report")(report_command)
-    app.command(name="help", is_default=True)(help_command)
-    app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.", args=args)
+    refusal = io.StringIO()
+    with contextlib.ExitStack() as parsing:
+        app = _group(verbs, parsing)
+        for group, module in (("reproduce", reproduce), ("bench", bench)):
+            app.command(_group(groups[group], parsing), name=group, help=module.__doc__)
+        app.command(name="report")(_called_after(parsing, report_command))
+        app.command(name="help", is_default=True)(_called_after(parsing, help_command))
+        parsing.enter_context(contextlib.redirect_stderr(refusal))
+        try:
+            app.cli(prog="deepsquare", description="DeepSquare modules for CNNs.", args=args)
+        except SystemExit as end:
+            if end.code and refusal.getvalue():
+                raise ValueError(_in_one_line(refusal.getvalue())) from None
+            raise
 
 
-def _group(commands: dict[str, Callable[..., None]]) -> tyro.extras.SubcommandApp:
+def _group(commands: dict[str, Callable[..., None]], parsing: contextlib.ExitStack) -> tyro.extras.SubcommandApp:
     group = tyro.extras.SubcommandApp()
     for name, command in commands.items():
-        group.command(name=name)(command)
+        group.command(name=name)(_called_after(parsing, command))
     return group
+
+
+def _called_after(parsing: contextlib.ExitStack, command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which closes ``parsing`` first: what it prints is its own."""
+
+    @functools.wraps(command)
+    def call(*args: object, **kwargs: object) -> None:
+        parsing.close()
+        command(*args, **kwargs)
+
+    return call
+
+
+def _in_one_line(box: str) -> str:
+    """What tyro says of arguments that it refuses, in a box of several lines and with what else it has to say."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    first, *others = map(str.strip, re.split(r"─{4,}", " ".join(filter(None, lines))))
+    said = [first, *(section for section in others if section.startswith("Available subcommands"))]
+    usage = re.search(r"(?:run|see):? *(deepsquare.*--help)", " ".join(others))
+    text = re.sub(r" Arguments are applied to the [^;]*", "", "; ".join(said))
+    return f"{text.rstrip('.')}; see {usage[1] if usage else 'deepsquare --help'}"
 
 
 class _Formatter(logging.Formatter):

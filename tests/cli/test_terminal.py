@@ -42,6 +42,25 @@ def test_every_unsafe_character_of_unicode_is_known() -> None:
         assert (printable(letter) != letter) == unsafe, hex(code)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["export", "a.safetensors", HOSTILE, "--to", "onnx"], "Unrecognized options: "),
+        (["info", "resnet18", "pooling", "--" + HOSTILE], "Unrecognized options: --"),
+        (["train", "--batch-size", HOSTILE], "Error parsing --batch-size: "),
+        (["export", "a.safetensors", "--to", HOSTILE], "invalid choice "),
+        (["predict"], "Missing from deepsquare predict: PATH"),
+    ],
+)
+def test_refused_arguments_are_one_line(shell: Shell, arguments: list[str], said: str) -> None:
+    code, error = shell(*arguments)
+    assert code == 2
+    assert error.startswith(f"deepsquare: error: {said}")
+    assert error.endswith(" --help\n")
+    assert error.count("\n") == 1
+    assert error.removesuffix("\n").isprintable()
+
+
 def test_predict_shows_names_escaped(shell: Shell, tmp_path: Path) -> None:
     torch.manual_seed(0)
     classes = (HOSTILE, "漢字 [red]é[/red] 👩‍👧")
