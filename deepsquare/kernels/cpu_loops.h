@@ -236,15 +236,15 @@ INLINE void NAME(planes)(const job *j, long from, long to, long hw, int kernel) 
 /* channels_last: a task is a part of the rows of a chunk of channels. With several parts the first pass runs over all
    tasks before the second, which needs the sums of all parts. */
 INLINE void NAME(chunks)(const job *j, long from, long to, int kernel) {
-    double local[2][WIDEST + LANES];
-    float scale[WIDEST + LANES], slope[WIDEST + LANES], unused[WIDEST + LANES];
+    double local[2][PADDED];
+    float scale[PADDED], slope[PADDED], unused[PADDED];
     long chunks = (j->c + WIDEST - 1) / WIDEST;
     for (long task = from; task < to; task++) {
         long part = task % j->parts, image = task / j->parts / chunks, first = task / j->parts % chunks * WIDEST;
         long width = j->c - first < WIDEST ? j->c - first : WIDEST, plane = image * j->c + first;
         long start = j->hw * part / j->parts, end = j->hw * (part + 1) / j->parts;
         NAME(maps) m = NAME(maps_from)(j, (image * j->hw + start) * j->c + first);
-        double(*sums)[WIDEST + LANES] = j->pass == FIRST ? j->sums + 2 * task : local;
+        double(*sums)[PADDED] = j->pass == FIRST ? j->sums + 2 * task : local;
         if (!pool_backward(kernel) && j->pass != SECOND)
             NAME(chunk_sums)(&m, end - start, width, j->c, sums[0], sums[1], kernel);
         if (j->pass == FIRST) continue;
