@@ -59,34 +59,17 @@ INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left
     if (excite_backward(kernel)) sums->products += where(counted, v * NAME(grad_masked)(m, i, left, kernel));
 }
 
-/* Prefetches while a plane is summed: pooling the inputs ahead, the other kernels the lines that the second pass
-   writes, unless it writes them nontemporally. */
-INLINE void NAME(prepare)(const NAME(maps) * m, long i, long count, int nontemporal, int kernel) {
-    enum { VALUES = LINE / sizeof(T), AHEAD = 32 * VALUES };
-    for (long end = i + count; i < end; i += VALUES) {
-        if (pool(kernel)) {
-            __builtin_prefetch(m->x + i + AHEAD);
-        } else if (!nontemporal) {
-            __builtin_prefetch(m->y + i, 1);
-            if (kernel == EXCITE_ADD_RELU_BACKWARD) __builtin_prefetch(m->dresidual + i, 1);
-        }
-    }
-}
-
 /* Σ x² of a plane and, in a backward kernel, Σ x·g, in POOL_BOTH Σ x: in floats over 128 values of a lane, in doubles beyond. */
 INLINE void NAME(plane_sums)(
-    const NAME(maps) * m, long count, double *squares, double *products, int nontemporal, int kernel) {
+    const NAME(maps) * m, long count, double *squares, double *products, int kernel) {
     enum { STEP = 4 * LANES, BLOCK = 1 << 12 };
     const masks all = ~(masks){0};
     *squares = *products = 0;
     for (long from = 0; from < count; from += BLOCK) {
         long to = count - from < BLOCK ? count : from + BLOCK, i = from;
         NAME(sums) s[4] = {0};
-        for (; i + STEP <= to; i += STEP) {
-            NAME(prepare)(m, i, STEP, nontemporal, kernel);
+        for (; i + STEP <= to; i += STEP)
             for (int k = 0; k < 4; k++) NAME(add)(&s[k], m, i + k * LANES, LANES, all, kernel);
-        }
-        NAME(prepare)(m, i, to - i, nontemporal, kernel);
         for (; i + LANES <= to; i += LANES) NAME(add)(&s[0], m, i, LANES, all, kernel);
         if (i < to && count >= LANES) NAME(add)(&s[1], m, to - LANES, LANES, last(to - i), kernel);
         if (i < to && count < LANES) NAME(add)(&s[1], m, i, to - i, all, kernel);
@@ -248,12 +231,12 @@ INLINE void NAME(planes)(const job *j, long from, long to, long hw, int kernel) 
     float scale[MOST], slope[MOST] = {0};
     long group = L1 / hw, count;
     group = group < 1 ? 1 : group < MOST ? group : MOST;
-    long ahead = pool_backward(kernel) ? 0 : group * hw;
+    long ahead = pool_backward(kernel) || sizeof(T) < sizeof(float) ? 0 : group * hw; /* measured: halves lose by it */
     for (long plane = from; plane < to; plane += count) {
         count = to - plane < group ? to - plane : group;
         for (long k = 0; !pool_backward(kernel) && k < count; k++) {
             NAME(maps) m = NAME(maps_from)(j, (plane + k) * hw);
-            NAME(plane_sums)(&m, hw, squares + k, products + k, (int)j->nontemporal, kernel);
+            NAME(plane_sums)(&m, hw, squares + k, products + k, kernel);
         }
         float *per_plane = j->per_plane + plane;
         NAME(plane_values)(
