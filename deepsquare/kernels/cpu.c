@@ -1,7 +1,13 @@
 /* The CPU kernels: every pass reads its maps once and writes its result once.
 
    Plain C for gcc and clang, without headers of Python or PyTorch: one build works with every version of both. It uses
-   the compilers' vector extension; x86 needs AVX2, FMA and F16C (Haswell, Zen and later), checked at run time.
+   the compilers' vector extension. On x86 cpu_avx512.c includes this file and compiles the kernels a second time, with
+   vectors of sixteen floats instead of eight. x86 needs AVX2, FMA and F16C (Haswell, Zen and later), and the wider
+   vectors AVX-512 with its F, BW, DQ and VL (Skylake-X, Zen 4 and later); both are checked at run time.
+
+   To add a kernel: its name in `enum kernel` and in Kernel of cpu.py, its fields in `struct job` and in _FIELDS of
+   cpu.py, its arithmetic in cpu_loops.h with its KERNEL(...) and its line of `runners`. Nothing is written for one
+   instruction set or one number format alone.
 
    The threads are PyTorch's. A second OpenMP runtime would bring a second thread pool that competes with the first, so
    none is linked: cpu.py passes three functions of the runtime that PyTorch has loaded. */
@@ -12,126 +18,26 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
-#if defined(__clang__)
+#if defined(AVX512) && defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
+#elif defined(AVX512)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
+#pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #endif
 
-typedef float floats __attribute__((vector_size(32))), quads __attribute__((vector_size(16)));
-typedef uint32_t words __attribute__((vector_size(32)));
-typedef uint16_t halves __attribute__((vector_size(16)));
-typedef int32_t masks __attribute__((vector_size(32)));
-typedef double doubles __attribute__((vector_size(64)));
+enum { LINE = 64, RUN = 1 << 12 };              /* bytes in a cache line, values in a run */
+enum { WIDEST = 2048, PADDED = WIDEST + 16 };   /* channels in a chunk, and with those that a last vector adds */
+#include "cpu_vectors.h"
 
-enum { LANES = 8, LINE = 64 };         /* values in a vector, bytes in a cache line */
-enum { WIDEST = 2048, RUN = 1 << 12 }; /* channels in a chunk, values in a run */
-
-static inline floats splat(float value) { return value - (floats){0}; }
-static inline floats positive(floats v) { return (floats)((words)v & (words)~(v < 0)); } /* keeps NaN */
-static inline floats where(masks keep, floats v) { return (floats)((masks)v & keep); }
-
-static inline float total(floats v) {
-    quads low, high;
-    memcpy(&low, &v, sizeof low);
-    memcpy(&high, (char *)&v + sizeof low, sizeof high);
-    low += high;
-    return (low[0] + low[1]) + (low[2] + low[3]);
-}
-
-/* A mask of the last `count` lanes. */
-static inline masks last(long count) {
-    static const int32_t lanes[2 * LANES] = {[LANES] = -1, -1, -1, -1, -1, -1, -1, -1};
-    masks m;
-    memcpy(&m, lanes + count, sizeof m);
-    return m;
-}
-
-static inline void accumulate(double *sums, floats v, int first) {
-    doubles wide = __builtin_convertvector(v, doubles), before;
-    memcpy(&before, sums, sizeof before);
-    if (!first) wide += before;
-    memcpy(sums, &wide, sizeof wide);
-}
-
-/* ---- number formats: load eight values as floats, store them rounded to nearest even ---- */
-
-typedef struct { uint16_t bits; } bfloat;
-typedef struct { uint16_t bits; } half;
-
-static inline floats load_float(const float *p) {
-    floats v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline void store_float(float *p, floats v) { memcpy(p, &v, sizeof v); }
-
-static inline floats load_bfloat(const bfloat *p) {
-#if defined(__x86_64__)
-    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
-#else
-    halves bits;
-    memcpy(&bits, p, sizeof bits);
-    return (floats)(__builtin_convertvector(bits, words) << 16);
-#endif
-}
-
-static inline halves rounded(floats v) {
-    words bits = (words)v, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, number = (words)(v == v);
-    up = (up & number) | (0x7fc0 & ~number);
-#if defined(__x86_64__)
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)up, (__m256i)up), 0x08);
-    return (halves)_mm256_castsi256_si128(packed);
-#else
-    return __builtin_convertvector(up, halves);
-#endif
-}
-
-static inline void store_bfloat(bfloat *p, floats v) {
-    halves bits = rounded(v);
-    memcpy(p, &bits, sizeof bits);
-}
-
-#if defined(__x86_64__)
-static inline floats load_half(const half *p) { return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-
-static inline __m128i narrow(floats v) {
-    return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-
-static inline void store_half(half *p, floats v) { _mm_storeu_si128((__m128i *)p, narrow(v)); }
-#else
-typedef _Float16 narrow __attribute__((vector_size(16)));
-
-static inline floats load_half(const half *p) {
-    narrow v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, floats);
-}
-
-static inline void store_half(half *p, floats v) {
-    narrow few = __builtin_convertvector(v, narrow);
-    memcpy(p, &few, sizeof few);
-}
-#endif
-
-/* Nontemporal stores bypass the caches: they neither read a line before overwriting it nor evict what is needed. */
-#if defined(__x86_64__)
-static inline void stream_float(float *p, floats v) { _mm256_stream_ps(p, (__m256)v); }
-static inline void stream_bfloat(bfloat *p, floats v) { _mm_stream_si128((__m128i *)p, (__m128i)rounded(v)); }
-static inline void stream_half(half *p, floats v) { _mm_stream_si128((__m128i *)p, narrow(v)); }
-static inline void fence(void) { _mm_sfence(); }
-#else
-static inline void stream_float(float *p, floats v) { store_float(p, v); }
-static inline void stream_bfloat(bfloat *p, floats v) { store_bfloat(p, v); }
-static inline void stream_half(half *p, floats v) { store_half(p, v); }
-static inline void fence(void) {}
-#endif
-
-/* ---- jobs and threads ---- */
+/* ---- jobs ---- */
 
 enum kernel { /* the order of Kernel in cpu.py */
     POOL, POOL_BACKWARD, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD,
@@ -160,18 +66,72 @@ struct job {
     long nontemporal;               /* whether stores bypass the caches */
     long tasks, parts;              /* a task is a plane or, in channels_last, one of `parts` parts of an image */
     long pass;                      /* BOTH, or one pass over all tasks, where an image has several parts */
-    double (*sums)[WIDEST + LANES]; /* of the first pass, two rows per task */
+    double (*sums)[PADDED];         /* of the first pass, two rows per task */
     runner run;
 };
 enum { BOTH, FIRST, SECOND };
 
-static inline void add_parts(double (*total)[WIDEST + LANES], double (*sums)[WIDEST + LANES], long parts, long width) {
+static inline void add_parts(double (*total)[PADDED], double (*sums)[PADDED], long parts, long width) {
     for (int row = 0; row < 2; row++)
         for (long k = 0; k < width; k++) {
             total[row][k] = sums[row][k];
             for (long part = 1; part < parts; part++) total[row][k] += sums[2 * part + row][k];
         }
 }
+
+/* ---- Equation (25): the factor 1 - β + β·s of a plane and its derivatives in G, α and β ---- */
+
+typedef struct { floats scale, slope, alpha_slope, beta_slope; masks identity; } excited;
+
+static inline excited excitation(floats g, float alpha, float beta) {
+    float offset = alpha * alpha;
+    floats sum = g + offset, scale = g / sum, inverse = 1 / sum, zero = {0};
+    masks infinite = sum == INFINITY, identity = (sum < 1.17549435e-38f) | (g == INFINITY);
+    if (offset == 0) identity = ~(masks){0};
+    masks flat = identity | infinite;
+    return (excited){
+        choose(identity, splat(1 + (beta - beta)), 1 - beta + beta * scale), /* NaN for a β that is */
+        choose(flat, zero, beta * offset * inverse * inverse), choose(flat, zero, -2 * beta * alpha * scale * inverse),
+        choose(identity, zero, choose(infinite, splat(-1), -offset * inverse)), identity};
+}
+
+#define T float
+#define NAME(name) name##_float
+#include "cpu_loops.h"
+#undef T
+#undef NAME
+
+#define T bfloat
+#define NAME(name) name##_bfloat
+#include "cpu_loops.h"
+#undef T
+#undef NAME
+
+#define T half
+#define NAME(name) name##_half
+#include "cpu_loops.h"
+#undef T
+#undef NAME
+
+/* The runners of each format, compiled for one instruction set. */
+#if defined(AVX512)
+const runner (*const deepsquare_avx512[])[2] = {runners_float, runners_bfloat, runners_half};
+#else
+static const runner (*const lanes8[])[2] = {runners_float, runners_bfloat, runners_half};
+#endif
+
+#if defined(__x86_64__) && defined(__clang__)
+#pragma clang attribute pop
+#elif defined(__x86_64__)
+#pragma GCC pop_options
+#endif
+
+#if !defined(AVX512)
+/* ---- threads: from here on for any machine, since it runs before the instruction set is known ---- */
+
+#if defined(__x86_64__)
+extern const runner (*const deepsquare_avx512[])[2]; /* cpu_avx512.c */
+#endif
 
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*thread_num)(void), (*num_threads)(void);
@@ -181,6 +141,13 @@ void deepsquare_use_threads(void *run, void *num, void *count) {
     parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))run;
     thread_num = (int (*)(void))num;
     num_threads = (int (*)(void))count;
+}
+
+/* Orders nontemporal stores before what follows. */
+static inline void fence(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
 
 static void run_slice(const job *j, long thread, long threads) {
@@ -206,42 +173,35 @@ static long parts_per_image(const job *j) {
     return most < 1 ? 1 : parts < most ? parts : most;
 }
 
-/* ---- Equation (25): the factor 1 - β + β·s of a plane and its derivatives in G, α and β ---- */
-
-typedef struct { float scale, slope, alpha_slope, beta_slope; int identity; } excited;
-
-static inline excited excitation(float g, float alpha, float beta) {
-    float offset = alpha * alpha, sum = g + offset, scale = g / sum, inverse = 1 / sum;
-    int identity = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = identity || sum == INFINITY;
-    return (excited){
-        identity ? 1 + (beta - beta) : 1 - beta + beta * scale, /* NaN for a β that is */
-        flat ? 0 : beta * offset * inverse * inverse, flat ? 0 : -2 * beta * alpha * scale * inverse,
-        identity ? 0 : sum == INFINITY ? -1 : -offset * inverse, identity};
-}
-
-#define T float
-#define NAME(name) name##_float
-#include "cpu_loops.h"
-#undef T
-#undef NAME
-
-#define T bfloat
-#define NAME(name) name##_bfloat
-#include "cpu_loops.h"
-#undef T
-#undef NAME
-
-#define T half
-#define NAME(name) name##_half
-#include "cpu_loops.h"
-
+/* 0 where the kernels cannot run, 1 with vectors of eight floats, 2 with AVX-512. */
 int deepsquare_supported(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    unsigned a, b, features = 0, d; /* clang 14's __builtin_cpu_supports does not know F16C */
+    if (!__get_cpuid(1, &a, &b, &features, &d) || !(features & bit_F16C)) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return 1;
+    return __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") ? 2 : 1;
 #else
     return 1;
 #endif
+}
+
+static int selected = 1;
+
+/* Selects the widest vectors that the machine has, up to `most` as counted above; returns which. */
+int deepsquare_select(int most) {
+    int widest = deepsquare_supported();
+    return selected = most < widest ? most : widest;
+}
+
+/* Contiguous floats keep vectors of eight: planes seldom begin at a cache line, and of loads as long as a line each then
+   takes two. Half types and channels_last gain by AVX-512. */
+static runner find_runner(int kernel, int format, int channels_last) {
+#if defined(__x86_64__)
+    if (selected == 2 && (format || channels_last)) return deepsquare_avx512[format][kernel][channels_last];
+#endif
+    return lanes8[format][kernel][channels_last];
 }
 
 /* Runs a kernel on maps of `format` 0 float, 1 bfloat, 2 half. */
@@ -251,7 +211,7 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
     j->nontemporal = bytes >= LARGE && j->y != j->x /* in place the line is in a cache already */
         && ((uintptr_t)j->y | (uintptr_t)j->dresidual) % LINE == 0;
     j->inverse = 1 / (double)j->hw;
-    j->run = (format == 0 ? runners_float : format == 1 ? runners_bfloat : runners_half)[kernel][channels_last];
+    j->run = find_runner(kernel, format, channels_last);
     if (kernel >= RELU_SQUARE) {
         j->tasks = (j->hw + RUN - 1) / RUN;
     } else if (channels_last) {
@@ -275,3 +235,4 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
     start(j, threads);
     if (j->pass == SECOND) free(j->sums);
 }
+#endif

@@ -17,6 +17,7 @@ from torch import Tensor
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 RUN = 1 << 12  # values of one part of an elementwise sum, as in ``cpu.c``
+WIDEST_VECTORS = 2  # AVX-512; 1 is vectors of eight floats: AVX2 on x86. The kernels take the widest there is.
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -72,7 +73,7 @@ def library() -> ctypes.CDLL | None:
     compiled.deepsquare_use_threads(*openmp)
     compiled.deepsquare_run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     compiled.deepsquare_run.restype = None
-    return compiled if compiled.deepsquare_supported() else None
+    return compiled if compiled.deepsquare_select(WIDEST_VECTORS) else None
 
 
 def supports(x: Tensor) -> bool:
