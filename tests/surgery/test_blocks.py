@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.models import create, equip_quietly, images, tuned
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import deepsquare as ds
 from deepsquare import kernels
@@ -137,26 +138,136 @@ def test_hooks_are_called(which: str, fused: list[Tensor]) -> None:
     assert len(fused) == (0 if which == "all" else 7), "the other blocks go on"
 
 
-@pytest.mark.parametrize("arguments", [{"drop_path_rate": 0.1}, {"block_args": {"attn_layer": "se"}}])
-def test_blocks_with_more_at_their_end_are_left_as_they_are(arguments: dict[str, Any], fused: list[Tensor]) -> None:
-    model = made("timm/resnet18", **arguments)
+def test_blocks_with_a_drop_path_are_left_as_they_are(fused: list[Tensor]) -> None:
+    model = made("timm/resnet18", drop_path_rate=0.1)
     with torch.no_grad():
         model(images())
-    assert len(fused) == (1 if "drop_path_rate" in arguments else 0), "the first block has no drop path"
+        assert len(fused) == 1, "the first block has no drop path"
+        ds.fold(model.eval())(images())
+    assert len(fused) == 1 + 8, "folded, no block has one"
 
 
-def test_another_class_of_block_is_left_as_it_is(fused: list[Tensor]) -> None:
-    class Own(create("resnet18").layer1[0].__class__):  # type: ignore[misc]
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = super().forward(x)
-            return y * 2
+class Written(nn.Module):
+    """A residual block of a user's own, between two convolutions; subclasses write its end."""
 
-    model: Any = create("resnet18")
-    model.layer1[0].__class__ = Own
-    equip_quietly(model, "excitation")
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1))
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module | None = nn.BatchNorm2d(8)
+        self.seen: list[Tensor] = []
+        self.factor = 1.0
+
+
+class Plus(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(x, Tensor)
+        y: Tensor = self.norm(self.branch(x))
+        return F.relu(torch.add(x if self.shortcut is None else self.shortcut(x), y)) * self.factor
+
+
+class InPlace(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.branch(x))
+        y += x
+        return y.relu_() * 2
+
+
+class ShortcutInPlace(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.branch(x))
+        x += y  # the caller's tensor too
+        return torch.relu(x)
+
+
+class ReadTwice(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.branch(x))
+        return torch.relu(x + y) + y
+
+
+class Keeps(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x + self.norm(self.branch(x)))
+        self.seen.append(y)
+        return y
+
+
+class Decides(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x + self.norm(self.branch(x)))
+        return y if y.shape[-1] > 7 else -y
+
+
+class Prints(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        print(f"{x.shape}")
+        return torch.relu(x + self.norm(self.branch(x)))
+
+
+class Switches(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.branch(x)
+        return torch.relu(x + self.norm(y))
+
+
+def around(block: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize("block", [Plus, InPlace, ShortcutInPlace, ReadTwice, Keeps, Decides, Prints, Switches])
+def test_blocks_of_a_users_own(block: type[Written], fused: list[Tensor]) -> None:
+    model, x = tuned(ds.equip(around(block()), "excitation")), images()
+    model = ds.recalibrate_batchnorm(model, [x]).eval()
+    fused.clear()
     with torch.no_grad():
-        model(images())
-    assert len(fused) == 7
+        y = model(x)
+        assert len(fused) == (block in (Plus, InPlace)), "the others have values, a state or a mode that a graph lacks"
+        with kernels.without_kernels():
+            torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["resnext50_32x4d", "regnet_x_400mf", "regnet_y_400mf", "timm/resnet10t"])
+def test_other_networks_with_such_blocks(name: str, fused: list[Tensor]) -> None:
+    x = images()
+    model = ds.recalibrate_batchnorm(made(name), [x]).eval()
+    blocks = len(ds.sites(model).of_kind("branch_end"))
+    fused.clear()
+    with torch.no_grad():
+        y = model(x)
+        assert len(fused) == blocks > 0
+        with kernels.without_kernels():
+            torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_follows_changes_of_the_block(fused: list[Tensor]) -> None:
+    block = Plus()
+    model, x = tuned(ds.equip(around(block), "excitation")).eval(), images()
+    dropped = nn.Dropout(1.0)
+
+    def no_shortcut() -> None:
+        block.shortcut = None
+
+    def another_factor() -> None:
+        block.factor = 3.0
+
+    def more_layers() -> None:
+        block.branch.append(nn.BatchNorm2d(8))
+
+    def no_branch() -> None:
+        block.branch[3] = dropped.train()
+
+    with torch.no_grad():
+        for change in (no_shortcut, another_factor, more_layers, no_branch):
+            change()
+            fused.clear()
+            y = model(x)
+            assert len(fused) == 1
+            with kernels.without_kernels():
+                torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-6)
 
 
 def test_compiled_and_exported_without_it(fused: list[Tensor]) -> None:
