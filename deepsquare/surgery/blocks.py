@@ -110,9 +110,9 @@ def _plan(block: FusedBlock) -> Plan:
 
 def _new_plan(block: nn.Module, base: type[nn.Module], *, plain: bool) -> Plan:
     trace = trace_block(block, base)
-    plan, graph, ends = Plan(trace), trace.graph, []
+    plan, graph, ends = Plan(trace), trace.graph, 0
     while graph is not None and (end := find_end(graph, trace.modules, plain=plain)):
-        ends.append(end)
+        ends += 1
         for module in end.modules(trace.modules):
             trace.children.setdefault(module, tuple(module._modules.values()))
         block_pass = BlockPass(end, trace.modules)
@@ -122,7 +122,7 @@ def _new_plan(block: nn.Module, base: type[nn.Module], *, plain: bool) -> Plan:
         for node in reversed(list(graph.nodes)):
             if node in end.nodes:
                 graph.erase_node(node)
-        plan.skipped += block_pass.modules
+        plan.skipped += tuple(block_pass.modules)
     if ends and graph is not None:
         containers = [module for module in trace.modules.values() if type(module).forward is nn.Sequential.forward]
         plan.skipped += tuple(containers)
