@@ -88,15 +88,18 @@ static inline void add_parts(double (*total)[PADDED], double (*sums)[PADDED], lo
 
 /* ---- Equation (25): the factor 1 - β + β·s of a plane and its derivatives in G, α and β ---- */
 
-typedef struct { float scale, slope, alpha_slope, beta_slope; int identity; } excited;
+typedef struct { floats scale, slope, alpha_slope, beta_slope; masks identity; } excited;
 
-static inline excited excitation(float g, float alpha, float beta) {
-    float offset = alpha * alpha, sum = g + offset, scale = g / sum, inverse = 1 / sum;
-    int identity = offset == 0 || sum < 1.17549435e-38f || g == INFINITY, flat = identity || sum == INFINITY;
+static inline excited excitation(floats g, float alpha, float beta) {
+    float offset = alpha * alpha;
+    floats sum = g + offset, scale = g / sum, inverse = 1 / sum, zero = {0};
+    masks infinite = sum == INFINITY, identity = (sum < 1.17549435e-38f) | (g == INFINITY);
+    if (offset == 0) identity = ~(masks){0};
+    masks flat = identity | infinite;
     return (excited){
-        identity ? 1 + (beta - beta) : 1 - beta + beta * scale, /* NaN for a β that is */
-        flat ? 0 : beta * offset * inverse * inverse, flat ? 0 : -2 * beta * alpha * scale * inverse,
-        identity ? 0 : sum == INFINITY ? -1 : -offset * inverse, identity};
+        choose(identity, splat(1 + (beta - beta)), 1 - beta + beta * scale), /* NaN for a β that is */
+        choose(flat, zero, beta * offset * inverse * inverse), choose(flat, zero, -2 * beta * alpha * scale * inverse),
+        choose(identity, zero, choose(infinite, splat(-1), -offset * inverse)), identity};
 }
 
 #define T float
@@ -191,15 +194,21 @@ int deepsquare_supported(void) {
 #endif
 }
 
-static const runner (*const *selected)[2] = lanes8;
+static int selected = 1;
 
 /* Selects the widest vectors that the machine has, up to `most` as counted above; returns which. */
 int deepsquare_select(int most) {
-    int widest = deepsquare_supported(), set = most < widest ? most : widest;
+    int widest = deepsquare_supported();
+    return selected = most < widest ? most : widest;
+}
+
+/* Contiguous floats keep vectors of eight: planes seldom begin at a cache line, and of loads as long as a line each then
+   takes two. Half types and channels_last gain by AVX-512. */
+static runner find_runner(int kernel, int format, int channels_last) {
 #if defined(__x86_64__)
-    selected = set == 2 ? deepsquare_avx512 : lanes8;
+    if (selected == 2 && (format || channels_last)) return deepsquare_avx512[format][kernel][channels_last];
 #endif
-    return set;
+    return lanes8[format][kernel][channels_last];
 }
 
 /* Runs a kernel on maps of `format` 0 float, 1 bfloat, 2 half. */
@@ -209,7 +218,7 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
     j->nontemporal = bytes >= LARGE && j->y != j->x /* in place the line is in a cache already */
         && ((uintptr_t)j->y | (uintptr_t)j->dresidual) % LINE == 0;
     j->inverse = 1 / (double)j->hw;
-    j->run = selected[format][kernel][channels_last];
+    j->run = find_runner(kernel, format, channels_last);
     if (kernel >= RELU_SQUARE) {
         j->tasks = (j->hw + RUN - 1) / RUN;
     } else if (channels_last) {

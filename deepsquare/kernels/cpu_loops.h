@@ -2,7 +2,8 @@
 
    In the contiguous layout a map is a sequence of planes, and a task is one plane. In channels_last an image has `hw`
    rows of all channels, and a task is an image or, where there are few images, a part of its rows. Either way the
-   values of a task are summed in a first pass and read again, from a cache, in a second.
+   values of a task are summed in a first pass and read again, from a cache, in a second. Long runs are read in memory
+   order and without prefetch instructions: hardware then prefetches more than a core's own loads may have under way.
 
    Rows rarely divide into whole vectors. The last vector of a row ends where the row ends and overlaps the previous
    one: sums mask what was counted already, and results are written twice with the same value, unless in place. */
@@ -94,25 +95,53 @@ INLINE void NAME(plane_sums)(
     }
 }
 
-/* The same for each channel of a chunk: in floats over 32 rows, in doubles beyond. Row by row, in memory order. */
+/* The vectors at `i` of `tile` rows, added to the sums of their channels: a sum is loaded and stored once for them all. */
+INLINE void NAME(add_rows)(
+    floats *squares, floats *products, const NAME(maps) * m, long i, long stride, int tile, long left, masks counted,
+    int kernel) {
+    NAME(sums) s = {*squares, two_sums(kernel) ? *products : *squares};
+    for (int k = 0; k < tile; k++) NAME(add)(&s, m, i + k * stride, left, counted, kernel);
+    *squares = s.squares;
+    if (two_sums(kernel)) *products = s.products;
+}
+
+/* Adds `tile` rows to the sums of their channels. The last vector ends where the row ends. */
+INLINE void NAME(tile_sums)(
+    floats *squares, floats *products, const NAME(maps) * m, long i, long width, long stride, int tile, int kernel) {
+    const masks all = ~(masks){0};
+    long v = 0, whole = width / LANES;
+    for (; v < whole; v++)
+        NAME(add_rows)(squares + v, products + v, m, i + v * LANES, stride, tile, LANES, all, kernel);
+    if (width < LANES) {
+        NAME(add_rows)(squares, products, m, i, stride, tile, width, all, kernel);
+    } else if (width % LANES) {
+        i += width - LANES;
+        NAME(add_rows)(squares + v, products + v, m, i, stride, tile, LANES, last(width % LANES), kernel);
+    }
+}
+
+/* The same for each channel of a chunk: in floats over 64 rows, in doubles beyond. Short rows one by one, in memory
+   order, which is what hardware prefetches; of rows as long as a page it prefetches several at once. */
 INLINE void NAME(chunk_sums)(
     const NAME(maps) * m, long rows, long width, long stride, double *squares, double *products, int kernel) {
-    enum { BLOCK = 32, AHEAD = 16 };
-    const masks all = ~(masks){0};
-    NAME(sums) part[WIDEST / LANES];
-    long vectors = (width + LANES - 1) / LANES, whole = width / LANES;
-    for (long row = 0; row < rows; row++) {
-        if (row % BLOCK == 0) memset(part, 0, (size_t)vectors * sizeof *part);
-        for (long v = 0; v < whole; v++) {
-            NAME(fetch)(m, (row + AHEAD) * stride + v * LANES, kernel);
-            NAME(add)(&part[v], m, row * stride + v * LANES, LANES, all, kernel);
+    enum { BLOCK = 64, TILE = 4, PAGE = 1 << 12 };
+    floats part[2][WIDEST / LANES];
+    long vectors = (width + LANES - 1) / LANES;
+    int both = two_sums(kernel), tiles = stride * (long)sizeof(T) >= PAGE;
+    memset(squares, 0, (size_t)(vectors * LANES) * sizeof *squares);
+    if (both) memset(products, 0, (size_t)(vectors * LANES) * sizeof *products);
+    for (long row = 0, end; row < rows; row = end) {
+        end = row + BLOCK < rows ? row + BLOCK : rows;
+        memset(part[0], 0, (size_t)vectors * sizeof *part[0]);
+        if (both) memset(part[1], 0, (size_t)vectors * sizeof *part[1]);
+        for (; tiles && row + TILE <= end; row += TILE)
+            NAME(tile_sums)(part[0], part[1], m, row * stride, width, stride, TILE, kernel);
+        for (; row < end; row++) NAME(tile_sums)(part[0], part[1], m, row * stride, width, stride, 1, kernel);
+        for (long v = 0; v < vectors; v++) {
+            long i = (v + 1) * LANES <= width || width < LANES ? v * LANES : width - LANES;
+            accumulate(squares + i, part[0][v]);
+            if (both) accumulate(products + i, part[1][v]);
         }
-        if (whole < vectors) NAME(add)(&part[whole], m, row * stride + whole * LANES, width % LANES, all, kernel);
-        if (row % BLOCK == BLOCK - 1 || row == rows - 1)
-            for (long v = 0; v < vectors; v++) {
-                accumulate(squares + v * LANES, part[v].squares, row < BLOCK);
-                if (two_sums(kernel)) accumulate(products + v * LANES, part[v].products, row < BLOCK);
-            }
     }
 }
 
@@ -154,20 +183,24 @@ INLINE void NAME(apply)(
                   shared ? splat(*slope) : load_float(slope + (i)), kernel)
 #define PUT(i, count) NAME(put)(m, i, count, AT(i, count), kernel)
     enum { VALUES = LINE / sizeof(T) };
-    long i = 0;
-    if (nontemporal && width >= 2 * VALUES) {
-        long start = (long)(-(uintptr_t)m->y % LINE / sizeof(T)), stop = start + (width - start) / VALUES * VALUES;
-        for (; i + LANES <= start; i += LANES) PUT(i, LANES);
-        if (i < start) PUT(i, start - i);
-        for (i = start; i < stop; i += LANES) {
-            if (ahead) NAME(fetch)(m, i + ahead, kernel);
-            NAME(put_nontemporal)(m, i, AT(i, LANES), kernel);
+    long i = 0, start = 0, stop = width;
+    if (nontemporal) {
+        start = (long)(-(uintptr_t)m->y % LINE / sizeof(T));
+        if (start > width) start = width;
+        stop = start + (width - start) / VALUES * VALUES;
+    }
+    for (; i + LANES <= start; i += LANES) PUT(i, LANES);
+    if (i < start) PUT(i, start - i);
+    for (i = start; i + VALUES <= stop; i += VALUES) {
+        if (ahead) NAME(fetch)(m, i + ahead, kernel);
+        for (long k = i; k < i + VALUES; k += LANES) {
+            if (nontemporal)
+                NAME(put_nontemporal)(m, k, AT(k, LANES), kernel);
+            else
+                PUT(k, LANES);
         }
     }
-    for (; i + LANES <= width; i += LANES) {
-        if (ahead) NAME(fetch)(m, i + ahead, kernel);
-        PUT(i, LANES);
-    }
+    for (; i + LANES <= width; i += LANES) PUT(i, LANES);
     if (i < width) {
         if (nontemporal || width < LANES || m->x == m->y) /* in place, nothing may be written twice */
             PUT(i, width - i);
@@ -178,7 +211,8 @@ INLINE void NAME(apply)(
 #undef AT
 }
 
-/* Between the passes: the scale, slope and output of `count` planes. Of the output, `second` is the second row. */
+/* Between the passes: the scale, slope and output of `count` planes, vector by vector: the arrays of sums, scales and
+   slopes have room for a last whole one. Of the output, `second` is the second row. */
 INLINE void NAME(plane_values)(
     const job *j, long plane, long count, const double *squares, const double *products, float *scale, float *slope,
     float *per_plane, float *second, int kernel) {
@@ -188,31 +222,29 @@ INLINE void NAME(plane_values)(
         memcpy(scale, j->factor + j->n * j->c + plane, (size_t)count * sizeof *scale);
     }
     if (pool_backward(kernel)) return;
-    float alpha = j->alpha, beta = j->beta;
     double inverse = j->inverse;
-    for (long k = 0; k < count; k++) {
-        float mean = (float)(squares[k] * inverse);
-        if (kernel == POOL) {
-            per_plane[k] = mean;
-        } else if (kernel == POOL_BOTH) {
-            per_plane[k] = (float)(products[k] * inverse);
-            second[k] = mean;
-        } else {
-            excited e = excitation(mean, alpha, beta);
-            scale[k] = e.scale;
-            if (excite_backward(kernel)) {
-                slope[k] = e.identity ? 0 : (float)(2 * products[k] * inverse) * e.slope; /* avoids 0 · inf */
-                per_plane[k] = e.identity ? 0 * alpha : (float)products[k] * e.alpha_slope;
-                second[k] = (float)products[k] * e.beta_slope;
-            }
+    for (long k = 0; k < count; k += LANES) {
+        floats mean = from_doubles(squares + k, inverse), first = mean, other = mean;
+        if (kernel == POOL_BOTH) first = from_doubles(products + k, inverse);
+        if (kernel != POOL && kernel != POOL_BOTH) {
+            excited e = excitation(mean, j->alpha, j->beta);
+            store_float(scale + k, e.scale);
+            if (!excite_backward(kernel)) continue;
+            floats product = from_doubles(products + k, 1), zero = {0};
+            store_float(slope + k, choose(e.identity, zero, from_doubles(products + k, 2 * inverse) * e.slope));
+            first = choose(e.identity, splat(0 * j->alpha), product * e.alpha_slope); /* not 0 · inf */
+            other = product * e.beta_slope;
         }
+        size_t bytes = (size_t)(count - k < LANES ? count - k : LANES) * sizeof *scale;
+        memcpy(per_plane + k, &first, bytes);
+        if (two_sums(kernel)) memcpy(second + k, &other, bytes);
     }
 }
 
 /* Small planes are processed in groups, as many as the L1 cache keeps between the passes. */
 INLINE void NAME(planes)(const job *j, long from, long to, long hw, int kernel) {
     enum { L1 = 1 << 12, MOST = 16 }; /* values, planes */
-    double squares[MOST], products[MOST];
+    double squares[MOST] = {0}, products[MOST] = {0};
     float scale[MOST], slope[MOST] = {0};
     long group = L1 / hw, count;
     group = group < 1 ? 1 : group < MOST ? group : MOST;
@@ -248,11 +280,11 @@ INLINE void NAME(chunks)(const job *j, long from, long to, int kernel) {
         if (!pool_backward(kernel) && j->pass != SECOND)
             NAME(chunk_sums)(&m, end - start, width, j->c, sums[0], sums[1], kernel);
         if (j->pass == FIRST) continue;
-        if (j->pass == SECOND) add_parts(local, j->sums + 2 * (task - part), j->parts, width);
+        if (j->pass == SECOND) add_parts(local, j->sums + 2 * (task - part), j->parts, (width + LANES - 1) / LANES * LANES);
         float *per_plane = part ? unused : j->per_plane + plane, *second = part ? unused : per_plane + j->n * j->c;
         NAME(plane_values)(j, plane, width, local[0], local[1], scale, slope, per_plane, second, kernel);
         if (pool(kernel)) continue;
-        for (long row = end - 1; row >= start; row--) { /* the last rows are still in the L1 cache */
+        for (long row = start; row < end; row++) {
             NAME(maps) at = NAME(maps_from)(j, (image * j->hw + row) * j->c + first);
             NAME(apply)(&at, width, scale, slope, 0, 0, j->nontemporal, kernel);
         }

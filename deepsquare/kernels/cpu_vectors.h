@@ -20,6 +20,10 @@ static inline floats splat(float value) { return value - (floats){0}; }
 static inline floats positive(floats v) { return (floats)((words)v & (words)~(v < 0)); } /* keeps NaN */
 static inline floats where(masks keep, floats v) { return (floats)((masks)v & keep); }
 
+static inline floats choose(masks condition, floats yes, floats no) {
+    return (floats)(((masks)yes & condition) | ((masks)no & ~condition));
+}
+
 static inline float total8(floats8 v) {
     floats4 low, high;
     memcpy(&low, &v, sizeof low);
@@ -30,10 +34,7 @@ static inline float total8(floats8 v) {
 
 static inline float total(floats v) {
 #if defined(AVX512)
-    floats8 low, high;
-    memcpy(&low, &v, sizeof low);
-    memcpy(&high, (char *)&v + sizeof low, sizeof high);
-    return total8(low + high);
+    return total8((floats8)_mm512_extractf32x8_ps((__m512)v, 0) + (floats8)_mm512_extractf32x8_ps((__m512)v, 1));
 #else
     return total8(v);
 #endif
@@ -47,16 +48,27 @@ static inline masks last(long count) {
     return m;
 }
 
-static inline void accumulate(double *sums, floats v, int first) {
+static inline void accumulate(double *sums, floats v) {
     for (int k = 0; k < 2; k++) {
         half_floats part;
         half_doubles before;
         memcpy(&part, (char *)&v + k * sizeof part, sizeof part);
         memcpy(&before, sums + k * LANES / 2, sizeof before);
         half_doubles wide = __builtin_convertvector(part, half_doubles);
-        if (!first) wide += before;
+        wide += before;
         memcpy(sums + k * LANES / 2, &wide, sizeof wide);
     }
+}
+
+static inline floats from_doubles(const double *p, double factor) {
+    floats v;
+    for (int k = 0; k < 2; k++) {
+        half_doubles wide;
+        memcpy(&wide, p + k * LANES / 2, sizeof wide);
+        half_floats part = __builtin_convertvector(wide * factor, half_floats);
+        memcpy((char *)&v + k * sizeof part, &part, sizeof part);
+    }
+    return v;
 }
 
 /* ---- number formats: load values as floats, store them rounded to nearest even ---- */
@@ -87,15 +99,19 @@ static inline words widened(const bfloat *p) {
 static inline floats load_bfloat(const bfloat *p) { return (floats)(widened(p) << 16); }
 
 static inline halves rounded(floats v) {
-    words bits = (words)v, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, number = (words)(v == v);
-    up = (up & number) | (0x7fc0 & ~number);
+    words bits = (words)v, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 #if defined(AVX512)
-    return (halves)_mm512_cvtepi32_epi16((__m512i)up);
-#elif defined(__x86_64__)
+    __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+    return (halves)_mm512_cvtepi32_epi16(_mm512_mask_set1_epi32((__m512i)up, nan, 0x7fc0));
+#else
+    words number = (words)(v == v);
+    up = (up & number) | (0x7fc0 & ~number);
+#if defined(__x86_64__)
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)up, (__m256i)up), 0x08);
     return (halves)_mm256_castsi256_si128(packed);
 #else
     return __builtin_convertvector(up, halves);
+#endif
 #endif
 }
 
