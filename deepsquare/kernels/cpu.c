@@ -42,7 +42,8 @@ enum { WIDEST = 2048, PADDED = WIDEST + 16 };   /* channels in a chunk, and with
 enum kernel { /* the order of Kernel in cpu.py */
     POOL, POOL_BACKWARD, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD,
     POOL_BOTH, POOL_BOTH_BACKWARD, /* the mean beside the mean square */
-    RELU_SQUARE, RELU_SQUARE_BACKWARD, BLEND_SQUARE, BLEND_SQUARE_BACKWARD
+    RELU_SQUARE, RELU_SQUARE_BACKWARD, BLEND_SQUARE, BLEND_SQUARE_BACKWARD,
+    BLOCK_ADD, BLOCK_SHUFFLE /* the end of a building block at inference: cpu_blocks.h */
 };
 static inline int pool(int kernel) { return kernel == POOL || kernel == POOL_BOTH; }
 static inline int pool_backward(int kernel) { return kernel == POOL_BACKWARD || kernel == POOL_BOTH_BACKWARD; }
@@ -68,6 +69,12 @@ struct job {
     long pass;                      /* BOTH, or one pass over all tasks, where an image has several parts */
     double (*sums)[PADDED];         /* of the first pass, two rows per task */
     runner run;
+    /* The end of a building block, of its main branch and its shortcut: */
+    const float *a[2], *b[2];       /* one value per channel */
+    float floor[2];
+    long excited;                   /* whether the main branch is */
+    long image, row;                /* of the shortcut: values from one image, in channels_last position, to the next */
+    long width;                     /* channels of a task in channels_last */
 };
 enum { BOTH, FIRST, SECOND };
 
@@ -234,5 +241,60 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
     }
     start(j, threads);
     if (j->pass == SECOND) free(j->sums);
+}
+
+/* The end of a building block, as cpu.py packs it: all members have eight bytes, and addresses are 0 where there is none. */
+typedef struct {
+    long kernel, format, channels_last, threads;
+    const void *z, *shortcut;
+    void *y;
+    const float *norms[2][4]; /* running mean, running variance, weight and bias; no means: not normalized */
+    double eps[2];
+    const float *alpha, *beta; /* no α: not excited */
+    long relu[2], n, c, hw, image, row;
+} block_end;
+
+/* Batch normalization as a·z + b. */
+static void affine_of(const float *const *norm, float eps, long c, float *a, float *b) {
+    const float *mean = norm[0], *variance = norm[1];
+    for (long k = 0; k < c; k++) a[k] = mean ? 1 / sqrtf(variance[k] + eps) : 1;
+    for (long k = 0; norm[2] && k < c; k++) a[k] *= norm[2][k];
+    for (long k = 0; k < c; k++) b[k] = (norm[3] ? norm[3][k] : 0) - (mean ? mean[k] * a[k] : 0);
+}
+
+/* The channels of a task in channels_last: so many that an image's stay in the L2 cache, and several tasks where there
+   are few images. It does not depend on the number of threads. */
+static long chunk_width(const block_end *e) {
+    enum { L2 = 1 << 19, TASKS = 4, LEAST = 64 };
+    long width = L2 / (e->hw * (e->format == 0 ? 4 : 2)), most = (e->c * e->n + TASKS - 1) / TASKS;
+    if (most < width) width = most;
+    width = width / LEAST * LEAST;
+    return width < LEAST ? LEAST : width < WIDEST ? width : WIDEST;
+}
+
+/* Runs BLOCK_ADD or BLOCK_SHUFFLE; 0 if there is no memory. */
+int deepsquare_block_end(const block_end *e) {
+    long padded = e->c + PADDED - WIDEST;
+    float *affine = calloc((size_t)(4 * padded), sizeof *affine);
+    if (!affine) return 0;
+    job j = {.x = e->z, .residual = e->shortcut, .y = e->y, .n = e->n, .c = e->c, .hw = e->hw};
+    j.inverse = 1 / (double)e->hw;
+    j.excited = e->alpha != 0;
+    j.alpha = e->alpha ? *e->alpha : 0;
+    j.beta = e->beta ? *e->beta : 1;
+    j.image = e->image;
+    j.row = e->row;
+    j.width = chunk_width(e);
+    for (int k = 0; k < 2; k++) {
+        j.a[k] = affine + 2 * k * padded;
+        j.b[k] = affine + (2 * k + 1) * padded;
+        j.floor[k] = e->relu[k] ? 0 : -INFINITY;
+        affine_of(e->norms[k], (float)e->eps[k], e->c, (float *)j.a[k], (float *)j.b[k]);
+    }
+    j.tasks = e->channels_last ? e->n * ((e->c + j.width - 1) / j.width) : e->n * e->c;
+    j.run = selected[e->format][e->kernel][e->channels_last];
+    start(&j, e->threads);
+    free(affine);
+    return 1;
 }
 #endif

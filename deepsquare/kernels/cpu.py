@@ -8,6 +8,8 @@ thread pool. Where it was not built, :func:`supports` is False and PyTorch's ope
 import ctypes
 import functools
 import importlib.util
+import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -36,6 +38,8 @@ class Kernel(IntEnum):
     RELU_SQUARE_BACKWARD = 9
     BLEND_SQUARE = 10
     BLEND_SQUARE_BACKWARD = 11
+    BLOCK_ADD = 12  # by ``block_end``
+    BLOCK_SHUFFLE = 13
 
 
 _FIELDS = (
@@ -73,6 +77,7 @@ def library() -> ctypes.CDLL | None:
     compiled.deepsquare_use_threads(*openmp)
     compiled.deepsquare_run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     compiled.deepsquare_run.restype = None
+    compiled.deepsquare_block_end.argtypes = (ctypes.c_char_p,)
     return compiled if compiled.deepsquare_select(WIDEST_VECTORS) else None
 
 
@@ -94,6 +99,49 @@ def launch(
         setattr(job, name, tensor.data_ptr())
     channels_last = not x.is_contiguous()
     compiled.deepsquare_run(ctypes.byref(job), kernel, _FORMATS[x.dtype], channels_last, torch.get_num_threads())
+
+
+NO_NORM = (0, 0, 0, 0)
+_BLOCK_END = struct.Struct("=15q2d9q")  # ``block_end`` of ``cpu.c``
+
+
+def block_end(
+    kernel: Kernel, z: Tensor, shortcut: Tensor, y: Tensor, *, norms: Sequence[int], eps: Sequence[float],
+    alpha: int, beta: int, relu: Sequence[bool],
+) -> None:  # fmt: skip
+    """The end of a building block at inference, ``BLOCK_ADD`` or ``BLOCK_SHUFFLE``, from ``z`` and ``shortcut``.
+
+    ``norms`` are the addresses of the running mean and variance, weight and bias of the normalization of ``z``, then of
+    ``shortcut``, ``alpha`` and ``beta`` those of the excitation: all of float32 values, 0 for what is not there.
+    """
+    compiled = library()
+    assert compiled is not None
+    n, c = z.shape[:2]
+    hw = z.numel() // (n * c)
+    channels_last = not z.is_contiguous()
+    image, row = c * hw, c
+    if not shortcut.is_contiguous(memory_format=memory_layout(z) or torch.contiguous_format):
+        strides = _slice_strides(shortcut, channels_last)
+        if strides is None:
+            shortcut, strides = match_layout(shortcut, z), (image, row)
+        image, row = strides
+    packed = _BLOCK_END.pack(
+        kernel, _FORMATS[z.dtype], channels_last, torch.get_num_threads(), z.data_ptr(), shortcut.data_ptr(),
+        y.data_ptr(), *norms, *eps, alpha, beta, *relu, n, c, hw, image, row,
+    )  # fmt: skip
+    if not compiled.deepsquare_block_end(packed):
+        raise MemoryError("the end of a building block")
+
+
+def _slice_strides(x: Tensor, channels_last: bool) -> tuple[int, int] | None:
+    """The strides of an image and, in channels_last, a position of some channels of a dense map; None for others."""
+    if x.ndim != 4 or x.numel() == 0:
+        return None
+    _, c, height, width = x.shape
+    image, channel, line, position = x.stride()
+    if channels_last:
+        return (image, position) if channel == 1 and line == width * position and position >= c else None
+    return (image, 0) if position == 1 and line == width and channel == height * width else None
 
 
 def memory_layout(x: Tensor) -> torch.memory_format | None:

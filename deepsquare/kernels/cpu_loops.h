@@ -330,6 +330,8 @@ KERNEL(BLEND_SQUARE)
 KERNEL(BLEND_SQUARE_BACKWARD)
 #undef KERNEL
 
+#include "cpu_blocks.h"
+
 static const runner NAME(runners)[][2] = {
     {NAME(POOL_planes), NAME(POOL_chunks)},
     {NAME(POOL_BACKWARD_planes), NAME(POOL_BACKWARD_chunks)},
@@ -343,6 +345,8 @@ static const runner NAME(runners)[][2] = {
     {NAME(RELU_SQUARE_BACKWARD_runs), NAME(RELU_SQUARE_BACKWARD_runs)},
     {NAME(BLEND_SQUARE_runs), NAME(BLEND_SQUARE_runs)},
     {NAME(BLEND_SQUARE_BACKWARD_runs), NAME(BLEND_SQUARE_BACKWARD_runs)},
+    {NAME(BLOCK_ADD_planes), NAME(BLOCK_ADD_chunks)},
+    {NAME(BLOCK_SHUFFLE_planes), NAME(BLOCK_SHUFFLE_chunks)},
 };
 
 #undef INLINE

@@ -1,95 +1,130 @@
-"""Residual blocks that end with Square-Excitation, run in fewer passes over the map.
+"""Building blocks whose end runs in one pass over the map instead of several.
 
-A ResNet's block ends with an addition and a ReLU, each a pass over the map. With the excitation fused into them
-(:func:`deepsquare.functional.square_excitation_add_relu`) the equipped block needs no more passes than the base block.
-This is done for the classes in ``BRANCHES``, in eager mode; other blocks, and whatever observes modules or operations
-one by one (hooks, compilers, exporters), run the block's original ``forward``.
+A ResNet's block ends with batch normalization, an addition and a ReLU, and an equipped one with Square-Excitation
+between them: each is a pass over the map. A block whose ``forward`` shows one of the ends of
+:mod:`~deepsquare.surgery.block_ends` runs it in one pass, in eager mode; for other blocks, and for whatever observes
+modules or operations one by one (hooks, compilers, exporters), the block's original ``forward`` runs.
+
+:func:`fuse_plain_blocks` does the same for the blocks of a network without excitations, to compare with.
 """
 
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from deepsquare import functional as DF
 from deepsquare import kernels
-from deepsquare.nn import SquareExcitation
-from deepsquare.surgery.insertion import (
-    PREFIX,
-    DynamicSubclass,
-    WithInserted,
-    beta_of,
-    dynamic_subclass,
-    is_watched,
-)
-
-EXCITATION = PREFIX + "excitation"
-
-# By module and name of the class, as neither library is imported for it: the layers of the main branch, of which the
-# last is the normalization that the excitation is attached to, and the ReLU after the addition.
-BRANCHES: dict[tuple[str, str], tuple[str, str]] = {
-    ("torchvision.models.resnet", "BasicBlock"): ("conv1 bn1 relu conv2 bn2", "relu"),
-    ("torchvision.models.resnet", "Bottleneck"): ("conv1 bn1 relu conv2 bn2 relu conv3 bn3", "relu"),
-    ("timm.models.resnet", "BasicBlock"): ("conv1 bn1 drop_block act1 aa conv2 bn2", "act2"),
-    ("timm.models.resnet", "Bottleneck"): ("conv1 bn1 act1 conv2 bn2 drop_block act2 aa conv3 bn3", "act3"),
-}
+from deepsquare.surgery.block_ends import EXCITATION, compile_graph, find_end
+from deepsquare.surgery.block_pass import BlockPass
+from deepsquare.surgery.block_trace import BlockTrace, trace_block
+from deepsquare.surgery.insertion import PLAN, DynamicSubclass, dynamic_subclass, is_watched
 
 
 class FusedBlock(DynamicSubclass):
-    """A block of ``BRANCHES``: ``forward`` runs its end in one pass where possible."""
+    """A block whose ``forward`` runs its end in one pass where possible."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        backend = kernels.backend_for(x)
-        norm = None if backend is None else _fusable_norm(self)
-        if backend is None or norm is None:
-            out: Tensor = super().forward(x)
-            return out
-        branch = x
-        for name in _branch(self.deepsquare_base)[0][:-1]:
-            branch = self._modules[name](branch)  # type: ignore[misc]
-        branch = norm.deepsquare_base.forward(norm, branch)  # without the inserted excitation
-        downsample = self._modules.get("downsample")
-        residual = (x if downsample is None else downsample(x)).to(branch.dtype)
-        excitation: SquareExcitation = getattr(norm, EXCITATION)
-        alpha, beta = excitation.alpha, beta_of(excitation)
-        known = type(residual) is Tensor and residual.shape == branch.shape and backend.supports(branch)
-        if known and not torch.is_grad_enabled():  # skips the checks: for one image, Python's time counts
-            return kernels.SquareExcitationAddReLU.forward(backend, branch, alpha, beta, residual, inplace=True)
-        return DF.square_excitation_add_relu(
-            branch, alpha, residual, beta, inplace=True
-        )  # in place, as the block's own end
+    deepsquare_plain: ClassVar[bool] = False  # whether the end is one without an excitation
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and kernels.backend_for(args[0]) is not None:
+            plan = _plan(self)
+            if plan.run is not None and not plan.is_watched():
+                return plan.run(args[0])
+        return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, classes, state = super().__reduce_ex__(protocol)
+        return make, classes, {name: value for name, value in state.items() if name != PLAN}
 
 
-def _branch(block_class: type[nn.Module]) -> tuple[list[str], str]:
-    layers, relu = BRANCHES.get((block_class.__module__, block_class.__qualname__), ("", ""))
-    return layers.split(), relu
+class FusedPlainBlock(FusedBlock):
+    """The same for an end without an excitation."""
+
+    deepsquare_plain = True
+
+
+@dataclass
+class Plan:
+    """How a block runs: its forward with the end in one pass, and the modules that this does not call."""
+
+    trace: BlockTrace
+    run: Callable[[Tensor], Any] | None = None
+    skipped: tuple[nn.Module, ...] = ()
+
+    def is_watched(self) -> bool:
+        """Whether a hook, or a class that is another now, needs a skipped module to be called."""
+        return bool(torch_module._has_any_global_hook()) or any(map(is_watched, self.skipped))  # type: ignore[no-untyped-call]
 
 
 def fuse_blocks(model: nn.Module) -> None:
-    """Let every block of ``BRANCHES`` that ends with Square-Excitation run its end in one pass."""
-    for block in model.modules():
-        layers, _ = _branch(type(block))
-        plain = not isinstance(block, DynamicSubclass)  # nothing is inserted at the block itself
-        if plain and layers and hasattr(getattr(block, layers[-1]), EXCITATION):
-            block.__class__ = dynamic_subclass(FusedBlock, type(block))
+    """Let every block of an equipped model that ends with Square-Excitation run its end in one pass."""
+    excited = [path for path, module in model.named_modules() if EXCITATION in module._modules]
+    for block in _blocks_around(model, excited):
+        _fuse(block, FusedBlock)
 
 
-def _fusable_norm(block: FusedBlock) -> WithInserted | None:
-    """The last normalization, if its excitation and the ReLU can run in one pass.
+def fuse_plain_blocks(model: nn.Module) -> int:
+    """Let the blocks of a model without excitations run their end in one pass, in place; returns their number.
 
-    Runs at every call: modules are looked up in ``_modules``, not through the slower ``__getattr__``.
+    The counterpart of what ``equip`` does for blocks with Square-Excitation, so that benchmarks can tell the cost of
+    the excitation from the gain of the fusion. It acts where no gradient is needed, on a CPU.
     """
-    layers, relu_name = _branch(block.deepsquare_base)
-    parts = block._modules
-    norm, relu = parts[layers[-1]], parts[relu_name]
-    if not isinstance(norm, WithInserted) or type(relu) is not nn.ReLU:
-        return None
-    excitation = norm._modules.get(EXCITATION)
-    fusable = (
-        type(excitation) is SquareExcitation
-        and len(norm.deepsquare_inserted) == 1
-        and parts.get("se") is None  # timm's blocks may have these two in between
-        and parts.get("drop_path") is None
-        and not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and not (is_watched(norm) or is_watched(excitation) or is_watched(relu))
-    )
-    return norm if fusable else None
+    paths = [path for path, _ in model.named_modules()]
+    return sum(_fuse(block, FusedPlainBlock) for block in _blocks_around(model, paths))
+
+
+def _blocks_around(model: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
+    """The modules below the model whose own ``forward`` calls those at ``paths``."""
+    modules = dict(model.named_modules())
+    blocks: dict[nn.Module, None] = {}
+    for path in paths:
+        while path := path.rpartition(".")[0]:
+            if type(modules[path]).forward is not nn.Sequential.forward:
+                blocks[modules[path]] = None
+                break
+    yield from blocks
+
+
+def _fuse(block: nn.Module, mixin: type[FusedBlock]) -> bool:
+    if isinstance(block, DynamicSubclass):
+        return False  # something is inserted at the block itself
+    plan = _new_plan(block, type(block), plain=mixin.deepsquare_plain)
+    if plan.run is None:
+        return False
+    block.__class__ = dynamic_subclass(mixin, type(block))
+    vars(block)[PLAN] = plan
+    return True
+
+
+def _plan(block: FusedBlock) -> Plan:
+    """The plan of a block as it is now. Runs at every call."""
+    plan: Plan | None = vars(block).get(PLAN)
+    base = block.deepsquare_base
+    if plan is None or not plan.trace.holds(base.forward):
+        plan = vars(block)[PLAN] = _new_plan(block, base, plain=block.deepsquare_plain)
+    return plan
+
+
+def _new_plan(block: nn.Module, base: type[nn.Module], *, plain: bool) -> Plan:
+    trace = trace_block(block, base)
+    plan, graph, ends = Plan(trace), trace.graph, 0
+    while graph is not None and (end := find_end(graph, trace.modules, plain=plain)):
+        ends += 1
+        for module in end.modules(trace.modules):
+            trace.children.setdefault(module, tuple(module._modules.values()))
+        block_pass = BlockPass(end, trace.modules)
+        with graph.inserting_before(end.output):
+            merged = graph.call_function(block_pass.run, (end.main.source, end.shortcut.source))
+        end.output.replace_all_uses_with(merged)
+        for node in reversed(list(graph.nodes)):
+            if node in end.nodes:
+                graph.erase_node(node)
+        plan.skipped += tuple(block_pass.modules)
+    if ends and graph is not None:
+        containers = [module for module in trace.modules.values() if type(module).forward is nn.Sequential.forward]
+        plan.skipped += tuple(containers)
+        plan.run = compile_graph(graph, trace.modules)
+    return plan

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from deepsquare.nn import EleSquare, ReLUSquare, SquareEncoding, SquareSoftmin
+from deepsquare.surgery.blocks import fuse_blocks
 from deepsquare.surgery.equip import EquipRecord, Model, intact_record, is_folded, refuse_sharded, unwrap
 from deepsquare.surgery.head_sites import AVERAGES
 from deepsquare.surgery.inputs import CONVOLUTIONS
@@ -48,6 +49,7 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
         _merge_batch_norms(folded, graph)
     _merge_relus(folded, graph)
     _remove_dropout(folded)
+    fuse_blocks(folded)  # without drop paths, more of them can be
     folded.deepsquare_folded = True  # type: ignore[assignment]
     return folded
 

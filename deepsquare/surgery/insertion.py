@@ -24,6 +24,7 @@ PREFIX = "deepsquare_"
 SITE = "deepsquare_site"
 WIDTH = "deepsquare_width"  # on a layer that was widened for the pooling before it: how many values that returns
 BETA = "beta"
+PLAN = "deepsquare_plan"  # on a block that is fused: how it ran last; not copied with it
 CLASSES = "deepsquare_classes"  # on the last fully connected layer: the module inserted at its logits
 Init = Literal["paper", "identity", "anneal"]
 INITS: tuple[Init, ...] = get_args(Init)
@@ -297,7 +298,8 @@ def _fit_classes(inserted: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def _restore_class(module: nn.Module) -> None:
     """Give a module without inserted modules its class in the base model."""
-    module.__dict__.pop("deepsquare_inserted", None)
+    for name in ("deepsquare_inserted", PLAN):
+        module.__dict__.pop(name, None)
     if isinstance(module, DynamicSubclass):
         module.__class__ = _plain_class(type(module))  # type: ignore[assignment]
 
