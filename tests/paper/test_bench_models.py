@@ -202,13 +202,13 @@ def test_the_guard_fails_on_what_became_slower(
     )
     on_a_cpu += [1.0, 1.1]
     run: Callable[..., None] = models.run
-    run(["a"], ["se"], rounds=9, results=tmp_path / "new", guard=True, committed=tmp_path)
+    run(["a"], ["se"], rounds=9, results=tmp_path / "first", guard=True, committed=tmp_path)
     assert "not slower" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
-        run(["a"], ["se"], rounds=9, results=tmp_path / "new", guard=True, committed=tmp_path)
+        run(["a"], ["se"], rounds=9, results=tmp_path / "second", guard=True, committed=tmp_path)
     assert stopped.value.code == 1
     assert "slower" in capsys.readouterr().out
-    assert len(bench_rows(tmp_path / "new")) == 2  # a guarded run is stored too
+    assert len(bench_rows(tmp_path / "second")) == 1  # a guarded run is stored too
 
 
 def test_the_guard_without_a_row_fails_before_it_measures(tmp_path: Path, on_a_cpu: list[float]) -> None:

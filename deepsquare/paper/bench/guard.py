@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from deepsquare.paper.bench import _common
-from deepsquare.paper.bench.networks import OWN, WORKLOADS
+from deepsquare.paper.bench.networks import OWN
 from deepsquare.paper.bench.ratios import iteration_counts, relative_times
 from deepsquare.paper.statistics import Median, has_interval
 from deepsquare.results import Row, Store
@@ -88,7 +88,7 @@ def guard_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
         ("network", "spec", "workload", "committed", "now", "verdict"),
     )
     for backbone, of_backbone in comparisons.items():
-        for one in sorted(of_backbone, key=lambda one: (one.verdict != SLOWER, list(WORKLOADS).index(one.workload))):
+        for one in sorted(of_backbone, key=lambda one: one.verdict != SLOWER):
             committed = "–" if one.committed is None else _common.format_median(one.committed, 3)
             cells = (one.spec, one.workload, committed, _common.format_median(one.now, 3))
             result.add_row(backbone, *cells, one.verdict, style="bold red" if one.verdict == SLOWER else None)
