@@ -11,6 +11,7 @@ import torch
 from helpers.tables import cells
 from torch import nn
 
+from deepsquare.kernels import cpu, without_kernels
 from deepsquare.paper.bench import _common, models, networks
 from deepsquare.paper.bench.guard import NEW, NOT_SLOWER, SLOWER, UNDECIDED, compare
 from deepsquare.paper.bench.networks import BASE, COMPILED, FUSED, INFERENCE, OWN, TRAINING, WITHOUT_KERNELS, WORKLOADS
@@ -18,6 +19,7 @@ from deepsquare.paper.bench.ratios import iteration_counts, relative_times
 from deepsquare.paper.report.bench import backbones
 from deepsquare.results import Row, Store, conditions
 
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
 CPU = networks.Setting(_common.CPU, "channels_last")
 TINY = "timm/test_resnet"
 
@@ -89,6 +91,8 @@ def test_no_block_to_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     of, skipped = networks.build(TINY, [], CPU)
     assert list(of) == [("", BASE)]
     assert skipped == {"": {FUSED: "no block's end can be fused"}}
+    with without_kernels():
+        assert networks.build(TINY, [], CPU)[1] == {"": {FUSED: "needs the C kernels"}}
 
 
 def test_all_networks_run_in_each_round() -> None:
@@ -225,7 +229,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PyTorch finds no GPU here"):
         models.run([TINY], [], results=tmp_path, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_common, "_kernels", lambda device: "none")
+    monkeypatch.setattr(_common, "kernels_on", lambda device: "none")
     with pytest.raises(ValueError, match="the Triton kernels do not run here"):
         models.run([TINY], [], results=tmp_path, device="cuda")
 

@@ -49,7 +49,7 @@ def open_device(name: str) -> torch.device:
         raise ValueError(
             "--device cuda: PyTorch finds no GPU here; run it on a machine with one, or leave the option out"
         )
-    if device.type == "cuda" and _kernels(device) == "none":
+    if device.type == "cuda" and kernels_on(device) == "none":
         reason = (
             "the Triton kernels do not run here; pip install 'deepsquare[gpu]', and do not set DEEPSQUARE_KERNELS=0"
         )
@@ -60,10 +60,11 @@ def open_device(name: str) -> torch.device:
 def describe_device(device: torch.device) -> dict[str, str]:
     """The name of the device and the kernels that run on it, for a row's recipe."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"device": name, "kernels": _kernels(device)}
+    return {"device": name, "kernels": kernels_on(device)}
 
 
-def _kernels(device: torch.device) -> str:
+def kernels_on(device: torch.device) -> str:
+    """Whose kernels run on the device: C, Triton or none."""
     backend = backend_for(torch.empty(1, device=device))
     return "none" if backend is None else KERNELS[backend.__name__.rpartition(".")[2]]
 

@@ -54,10 +54,12 @@ def build(backbone: str, specs: Sequence[str], setting: Setting) -> tuple[Networ
             except RuntimeError as error:  # no C++ compiler, or an operation that cannot be compiled
                 skipped.setdefault(spec, {})[COMPILED] = _first_line(error)
     model = _create(backbone, "", setting)
-    if _fuse_block_ends(model):
-        networks["", FUSED] = _iterations(model, model, INFERENCE, setting)
-    else:
+    if _common.kernels_on(setting.device) != "C":
+        skipped.setdefault("", {})[FUSED] = "needs the C kernels"
+    elif not _fuse_block_ends(model):
         skipped.setdefault("", {})[FUSED] = "no block's end can be fused"
+    else:
+        networks["", FUSED] = _iterations(model, model, INFERENCE, setting)
     return networks, skipped
 
 
@@ -69,7 +71,7 @@ def _create(backbone: str, spec: str, setting: Setting) -> nn.Module:
 
 def _fuse_block_ends(model: nn.Module) -> int:
     """Fuse the ends of the plain network's blocks in place; the number of fused blocks."""
-    return blocks.fuse_plain_blocks(model)  # type: ignore[attr-defined, no-any-return]
+    return blocks.fuse_plain_blocks(model.eval())  # type: ignore[attr-defined, no-any-return]
 
 
 def _compile(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -98,7 +100,7 @@ def _iterations(
     """One iteration of each workload by ``forward``, the model or its compiled form; warmed up."""
     iterations = {workload: _iteration(model, forward, *WORKLOADS[workload], setting) for workload in workloads}
     for iteration in iterations.values():
-        _common.time_call(iteration, 2, setting.device)
+        iteration()
     return iterations
 
 
