@@ -156,7 +156,7 @@ def test_version(shell: Shell) -> None:
 def test_the_help_of_a_subcommand_shows_its_own_options_only(shell: Shell) -> None:
     code, out, err = shell.run("bench ops --help")
     assert (code, err) == (0, "")
-    assert {"--rounds", "--functions", "--results"} == set(re.findall("--[a-z]+", out)) - {"--help"}
+    assert {"--device", "--rounds", "--functions", "--results"} == set(re.findall("--[a-z]+", out)) - {"--help"}
     _, out, _ = shell.run("bench --help")
     for subject in ("train", "models", "ops", "data", "deployment"):
         assert f"• {subject} " in out

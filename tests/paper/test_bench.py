@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -16,32 +16,22 @@ import torch
 from helpers.few_images import no_data, time_with_few_images
 from helpers.images import make_class_folders
 from helpers.processes import run_module, warm_context
-from rich.console import Console
-from rich.table import Table
+from helpers.tables import cells
 
 from deepsquare.cost import cost_of
 from deepsquare.data import cifar10, open_source, write_shards
 from deepsquare.export.runtimes import RUNTIMES
 from deepsquare.kernels import backend_for, cpu, without_kernels
-from deepsquare.paper.bench import _common, activations, data, models, ops, steps, train
+from deepsquare.paper.bench import _common, activations, data, limits, ops, steps, train
 from deepsquare.paper.bench import deployment as deploy
 from deepsquare.paper.report.activations import activation_costs
-from deepsquare.paper.report.bench import GEM_FORMS, backbones
+from deepsquare.paper.report.bench import GEM_FORMS
 from deepsquare.results import Row, Store
 from deepsquare.training.step_config import StepChoice, StepConfig
 
 
 def bench_rows(folder: Path) -> list[Row]:
     return Store(folder / "bench.jsonl").rows()
-
-
-def cells(table: Table) -> dict[str, list[str]]:
-    """The cells of each row of a table, by its first cell."""
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(table)
-    rows = [line.strip("│").split("│") for line in capture.get().splitlines() if line.startswith("│")]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
 def test_candidates_are_interleaved() -> None:
@@ -99,39 +89,6 @@ def test_the_ratio_of_steps() -> None:
     assert row[4] == "compiled, channels_last, 2 convolutions as matrix products"
 
 
-def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "ROUND_SECONDS", 0.01)
-    models.run(["shufflenet_v2_x0_5"], ["pooling", "se"], rounds=2, results=tmp_path)
-    assert "time relative to the plain network" in " ".join(capsys.readouterr().out.split())
-    (row,) = bench_rows(tmp_path)
-    (run,) = backbones([row])["shufflenet_v2_x0_5"]
-    times = run["specs"]["se"]
-    assert times["parameters"] > 0
-    assert set(times["times"]) == {models.LATENCY, models.THROUGHPUT, models.TRAINING}
-    assert all(time.low <= time.value <= time.high for time in times["times"].values())
-    stored = {spec: set(row.metrics[spec]["seconds"][models.LATENCY]) for spec in ("pooling", "se")}
-    assert stored == {"pooling": {"base", "own", "without_kernels"}, "se": {"base", "own"}}
-    base, other = (row.metrics[spec]["seconds"][models.TRAINING]["base"] for spec in ("pooling", "se"))
-    assert base == other  # all networks are compared with the same iterations of the plain one
-
-
-def test_all_networks_run_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def workloads(backbone: str, spec: str) -> dict[str, Callable[[], None]]:
-        return dict.fromkeys(models.WORKLOADS, lambda: calls.append(spec))
-
-    monkeypatch.setattr(models, "_workloads", workloads)
-    monkeypatch.setattr(models, "ROUND_SECONDS", 0)  # one iteration per round
-    times = models._time("resnet50", ["se", "excitation"], 4)
-    in_rounds = calls[2 * len(models.WORKLOADS) :]  # without the choice of the number of iterations
-    turns = [in_rounds[first : first + 4] for first in range(0, len(in_rounds), 4)]
-    assert len(turns) == 4 * len(models.WORKLOADS)
-    assert all(sorted(turn) == ["", "excitation", "excitation", "se"] for turn in turns)  # with and without kernels
-    assert len({tuple(turn) for turn in turns}) > 1
-    assert all(len(values) == 4 for of in times.values() for by_name in of.values() for values in by_name.values())
-
-
 @pytest.mark.slow
 def test_deploy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="needs deepsquare[export]")
@@ -176,13 +133,42 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         assert 0 < low <= metrics[kind]["ours / limit"][0] <= high
     assert metrics[ops.FORWARD]["allocated"]["ours"] == metrics["bytes"]
     assert metrics[ops.FORWARD]["allocated"]["formula"] > 2 * metrics["bytes"]
+    assert "ours / contiguous" not in metrics[ops.FORWARD]
+    other = rows["ops/square_excitation/channels_last/bfloat16"].metrics["16×6×6"][ops.STEP]
+    assert {"ours / contiguous", "ours / float32"} <= set(other)
     assert pooling.metrics["16×6×6"][ops.FORWARD]["allocated"]["ours"] == 2 * 16 * 4
     assert {f"{name} / ours" for name in GEM_FORMS} <= set(pooling.metrics["16×6×6"][ops.STEP])
 
 
+def test_the_limits_of_the_functions() -> None:
+    def forward(**ratios: float) -> dict[str, Any]:
+        return {"forward": {name: [value, value - 0.01, value + 0.01] for name, value in ratios.items()}}
+
+    pooling = {"8×14×14": forward(**{"ours / limit": 1.16}), "8×7×7": forward(**{"ours / limit": 1.29})}
+    last = {"ours / limit": 1.5, "ours / contiguous": 1.19, "ours / float32": 0.5}
+    measured = {
+        "square_pooling/contiguous/float32": {"8×28×28": forward(**{"ours / limit": 9.0}), **pooling},
+        "square_pooling/channels_last/bfloat16": {"8×14×14": forward(**last), "8×7×7": forward(**last)},
+    }
+    assert limits.shared_maps(measured) == ["8×14×14", "8×7×7"]
+    lines = limits.limit_lines(measured, ["8×14×14", "8×7×7"], "forward")
+    assert [(line.layout, line.limit) for line in lines] == [
+        ("contiguous", "one read"),
+        ("channels_last", "one read"),
+        ("channels_last", "contiguous"),
+        ("channels_last", "float32, per byte"),
+    ]
+    assert [line.ratios["8×7×7"].value for line in lines] == [1.29, 1.5, 1.19, 1.0]
+    assert [name for name in pooling if lines[0].misses(name)] == ["8×14×14"]  # above 1.15, and below 1.3
+    assert not any(line.misses(name) for line in lines[1:] for name in pooling)
+    (_, contiguous), _ = measured.items()
+    shown = cells(limits.limits_table({"square_pooling/contiguous/float32": contiguous}, 9, "forward"))
+    assert shown["square_pooling"][3:] == ["9.00 [8.99, 9.01] > 1.15", "1.16 [1.15, 1.17] > 1.15", "1.29 [1.28, 1.30]"]
+
+
 def test_every_gem_computes_the_same() -> None:
     x = torch.rand(2, 3, 5, 5)
-    forms = ops.FUNCTIONS["square_pooling"].baselines(3, x.dtype, torch.contiguous_format)
+    forms = ops.FUNCTIONS["square_pooling"].baselines(x, torch.contiguous_format)
     for form in forms.values():
         torch.testing.assert_close(form(x), x.square().mean((2, 3)).sqrt())
 

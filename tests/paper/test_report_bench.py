@@ -71,6 +71,53 @@ def test_the_times_of_table_6_are_of_one_run(render_page: RenderPage) -> None:
     assert page.line("baselines", "with our kernels")[2].startswith("? undecided: MPN-COV, iSQRT-COV")
 
 
+def test_fused_and_compiled_networks_beside_the_others(render_page: RenderPage) -> None:
+    row = models_row(1, "2025-01-01", {"se": 1.2, "pooling+excitation": 1.05})
+    inference: dict[str, Any] = {"base": [2.0] * 9, "fused": [1.6] * 9, "compiled": [1.0] * 9}
+    row.metrics[""]["seconds"] = {"inference, batch 1": inference, "training step": {"base": [2.0] * 9}}
+    row.metrics["se"]["seconds"]["inference, batch 1"]["compiled"] = [1.1] * 9
+    row.metrics["pooling+excitation"]["skipped"] = {"compiled": "no C++ compiler"}
+    page = render_page([row])
+    assert page.line("baselines", "plain, block ends fused")[2:] == ["0.800[0.80, 0.80]", "–"]
+    assert page.line("baselines", "plain, compiled")[2:] == ["0.500[0.50, 0.50]", "–"]
+    beside = [line for line in page.tables["baselines"] if line[0].startswith("beside the plain network with fused")]
+    assert [line[2] for line in beside] == ["1.500[1.50, 1.50]", "1.312[1.31, 1.31]"]
+    compiled = [line[2:] for line in page.tables["baselines"] if line[0].startswith("compiled, beside")]
+    assert compiled == [["1.100[1.10, 1.10]", "–"]]
+    assert "Not measured: Square-Pooling &amp; Square-Excitation, compiled: no C++ compiler." in page.text
+
+
+def test_layouts_and_devices_have_tables_of_their_own(render_page: RenderPage) -> None:
+    rows = [models_row(k, f"2025-01-0{k}", {"se": 1 + k / 10}) for k in (1, 2, 3)]
+    rows[1].recipe["memory"] = "contiguous"  # type: ignore[index]
+    rows[2].recipe["device"] = "a GPU"  # type: ignore[index]
+    page = render_page(rows)
+    shown = re.findall(r"<summary>(resnet50[^:]*), 2 threads: ([^<]*)</summary>", page.text)
+    assert [name for name, _ in shown] == ["resnet50", "resnet50, contiguous", "resnet50, a GPU"]
+    assert [text.endswith("a CPU, a GPU") for _, text in shown] == [False, False, True]
+
+
+def test_functions_beside_their_limits(render_page: RenderPage) -> None:
+    def row(name: str, **ratios: float) -> Row:
+        medians = {key: [value, value - 0.1, value + 0.1] for key, value in ratios.items()}
+        times = {"seconds": [1e-3] * 3, "limit": [5e-4] * 3, "allocated": {"ours": 1, "formula": 1}, **medians}
+        times |= {f"{other} / ours": [1.0] * 3 for other in ("formula", "compiled")}
+        maps = {"64×56×56": {"forward": times, "bytes": 1_000_000}}
+        recipe = {"rounds": 9, "threads": 2, "batch_size": 1}
+        return Row("bench", f"ops/square_excitation/{name}", 0, recipe, maps, 1.0, commit="0123456789")
+
+    older = row("contiguous/float32", **{"ours / limit": 1.0})
+    newer = row("channels_last/bfloat16", **{"ours / limit": 1.3, "ours / contiguous": 1.2, "ours / float32": 0.6})
+    page = render_page([older, newer])
+    lines = [line[1:] for line in page.tables["ops"] if line[0] == "Square-Excitation"]
+    assert lines == [
+        ["contiguous", "float32", "one copy", "1.00[0.90, 1.10]"],
+        ["channels_last", "bfloat16", "one copy", "1.30[1.20, 1.40]"],
+        ["channels_last", "bfloat16", "contiguous", "1.20[1.10, 1.30]"],
+        ["channels_last", "bfloat16", "float32, per byte", "1.20[1.00, 1.40]"],
+    ]
+
+
 def test_functions_on_the_page(render_page: RenderPage) -> None:
     times = {
         "seconds": [1e-3, 1e-3, 1e-3],

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, timing, tables, and rows of ``bench.jsonl``.
+"""What the benchmarks share: the device, timing, interleaved rounds, tables, and rows of ``bench.jsonl``.
 
 Each round measures every candidate once, and ratios are taken within a round, so that a slow period of the machine
 affects all candidates alike. A result is the median over the rounds with a 95% interval, or the range where fewer than
@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from rich.table import Table
 from tyro.conf import arg
 
 from deepsquare._files import ensure_writable
+from deepsquare.kernels import backend_for
 from deepsquare.paper import require_paper
 from deepsquare.paper.statistics import Median
 from deepsquare.results import Row, Store, round_for_json
@@ -25,7 +27,10 @@ Backbones = Annotated[Sequence[str], arg(help="Networks.")]
 Specs = Annotated[Sequence[str], arg(help="Specs to equip them with.")]
 Rounds = Annotated[int, arg(help="Rounds; each measures every candidate.")]
 Results = Annotated[Path, arg(help="Folder for bench.jsonl, to which the rows are appended.")]
+Device = Annotated[Literal["cpu", "cuda"], arg(help="Where it runs; on a GPU with the Triton kernels.")]
 RESULTS = Path("out/results")
+CPU = torch.device("cpu")
+KERNELS = {"cpu": "C", "gpu": "Triton"}  # by the module of the backend
 
 
 def check(results: Path, **counts: int | None) -> None:
@@ -37,12 +42,46 @@ def check(results: Path, **counts: int | None) -> None:
     ensure_writable(results)
 
 
-def time_call(call: Callable[[], object], repeats: int = 1) -> float:
-    """Seconds per call."""
+def open_device(name: str) -> torch.device:
+    """The device of ``--device``; fail early where PyTorch or the kernels cannot use it."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: PyTorch finds no GPU here; run it on a machine with one, or leave the option out"
+        )
+    if device.type == "cuda" and kernels_on(device) == "none":
+        reason = (
+            "the Triton kernels do not run here; pip install 'deepsquare[gpu]', and do not set DEEPSQUARE_KERNELS=0"
+        )
+        raise ValueError(f"--device cuda: {reason}")
+    return device
+
+
+def describe_device(device: torch.device) -> dict[str, str]:
+    """The name of the device and the kernels that run on it, for a row's recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": name, "kernels": kernels_on(device)}
+
+
+def kernels_on(device: torch.device) -> str:
+    """Whose kernels run on the device: C, Triton or none."""
+    backend = backend_for(torch.empty(1, device=device))
+    return "none" if backend is None else KERNELS[backend.__name__.rpartition(".")[2]]
+
+
+def time_call(call: Callable[[], object], repeats: int = 1, device: torch.device = CPU) -> float:
+    """Seconds per call, until the device has finished its work: calls on a GPU return as soon as they are queued."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else _no_wait
+    wait()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
+    wait()
     return (time.perf_counter() - start) / repeats
+
+
+def _no_wait() -> None:
+    """Calls on the CPU return when they are done."""
 
 
 def interleave(candidates: Mapping[K, Callable[[], T]], rounds: Iterable[object]) -> dict[K, list[T]]:
@@ -54,12 +93,15 @@ def interleave(candidates: Mapping[K, Callable[[], T]], rounds: Iterable[object]
     return measurements
 
 
-def time_rounds(calls: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, list[float]]:
+def time_rounds(
+    calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device = CPU
+) -> dict[K, list[float]]:
     """Seconds per call by round; short calls are repeated for about a millisecond."""
     candidates = {}
     for name, call in calls.items():
         call()  # warm-up and compilation
-        candidates[name] = partial(time_call, call, max(1, min(100, int(1e-3 / time_call(call)))))
+        repeats = max(1, min(100, int(1e-3 / time_call(call, device=device))))
+        candidates[name] = partial(time_call, call, repeats, device)
     return interleave(candidates, range(rounds))
 
 

@@ -1,28 +1,32 @@
 """The time of each technique and baseline on four backbones, relative to the plain network.
 
 All networks of a backbone run in the same rounds, one iteration each in turn, in an order that is random in each round.
-Ratios are taken between iterations of one turn. Networks run in eager mode, in channels_last.
+Ratios are taken between iterations of one turn. ``networks.py`` has the networks, ``ratios.py`` what is compared with
+what.
 """
 
 import random
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import rich
 import torch
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
-from torch.nn import functional as F
+from tyro.conf import FlagCreatePairsOff
 
 from deepsquare.cost import cost_of
-from deepsquare.kernels import without_kernels
-from deepsquare.models import create_model
-from deepsquare.paper.bench import _common
-from deepsquare.paper.statistics import bounds_label, median_ratio
+from deepsquare.paper.bench import _common, networks
+from deepsquare.paper.bench.guard import SLOWER, Comparison, comparable_rows, compare, guard_table
+from deepsquare.paper.bench.networks import BASE, WORKLOADS, Networks, Setting
+from deepsquare.paper.bench.ratios import LABELS, PLAIN_LABELS, iteration_counts, relative_times
+from deepsquare.paper.statistics import bounds_label
+from deepsquare.results import Row, conditions
 from deepsquare.training.loop import tune_malloc
 
 BACKBONES = ("resnet50", "resnet18", "shufflenet_v2_x1_0", "shufflenet_v2_x0_5")
@@ -30,115 +34,113 @@ SPECS = (
     "pooling", "softmin", "excitation", "encoding", "pooling+excitation",
     "se", "ge_theta_minus", "ge_theta", "gsop1", "gsop2", "mpn_cov", "isqrt_cov", "bilinear", "compact_bilinear",
 )  # fmt: skip
-KERNEL_TERMS = {"pooling", "excitation"}  # these are also measured without the kernels
-WORKLOADS = LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
 ROUND_SECONDS = 0.4  # of the plain network, per workload and round
-Seconds = dict[str, dict[str, list[float]]]  # by workload and network, one value per iteration
-BASE, OWN, WITHOUT_KERNELS = "base", "own", "without_kernels"  # the networks in a row's metrics of a spec
-
-
-def _iteration(model: nn.Module, batch_size: int, training: bool) -> Callable[[], None]:
-    x = torch.rand(batch_size, 3, 224, 224).to(memory_format=torch.channels_last)
-    labels = torch.arange(batch_size)
-
-    def iteration() -> None:
-        model.train(training)
-        with torch.inference_mode(not training):
-            logits = model(x)
-        if training:
-            torch.autograd.backward(F.cross_entropy(logits, labels))
-            model.zero_grad(set_to_none=True)
-
-    return iteration
-
-
-def _workloads(backbone: str, spec: str) -> dict[str, Callable[[], None]]:
-    """One iteration of each workload on a network, which is warmed up."""
-    torch.manual_seed(0)
-    model = create_model(backbone, spec).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    arguments = {LATENCY: (1, False), THROUGHPUT: (16, False), TRAINING: (8, True)}
-    workloads = {name: _iteration(model, *batch_and_mode) for name, batch_and_mode in arguments.items()}
-    for iteration in workloads.values():
-        _common.time_call(iteration, 2)
-    return workloads
+COMMITTED = Path("results")
 
 
 def run(
     backbones: _common.Backbones = BACKBONES,
     specs: _common.Specs = SPECS,
     *,
-    rounds: _common.Rounds = 9,
+    rounds: _common.Rounds = 15,
     results: _common.Results = _common.RESULTS,
+    compiled: FlagCreatePairsOff[bool] = False,
+    memory_format: Literal["channels_last", "contiguous"] = "channels_last",
+    device: _common.Device = "cpu",
+    guard: FlagCreatePairsOff[bool] = False,
+    committed: Path = COMMITTED,
 ) -> None:
-    """Every technique and baseline against its plain network, in inference and training."""
+    """Every technique and baseline against its plain network, in inference and training.
+
+    Args:
+        compiled: Measure inference under torch.compile as well; each network takes minutes to compile.
+        memory_format: Of the networks and the images.
+        guard: Compare the ratios with the newest committed rows of a machine like this one; exit with 1 if a spec
+            became slower by more than the intervals of both.
+        committed: Folder of the rows that --guard compares with.
+    """
     _common.check(results, rounds=rounds)
     for spec in specs:
         if "fisher" in spec:
             raise ValueError("a Fisher vector has to be fitted to data before it trains; leave it out here")
         for backbone in backbones:
             cost_of(backbone, spec)  # fail early on a spec that does not fit
+    setting = Setting(_common.open_device(device), memory_format, compiled)
+    recipe = {
+        "rounds": rounds, "threads": torch.get_num_threads(), "input": networks.INPUT, "memory": memory_format,
+        "interleaved": "all networks",  # rows without this field alternated each spec with the plain network
+        **_common.describe_device(setting.device),
+    }  # fmt: skip
+    names = {backbone: f"models/{backbone}" for backbone in backbones}
+    known: list[Row] = []
+    if guard:
+        known = comparable_rows(committed, list(names.values()), recipe, conditions()["hardware"])
     tune_malloc()
-    for backbone in backbones:
+    comparisons: dict[str, list[Comparison]] = {}
+    for backbone, name in names.items():
         start = time.perf_counter()
-        times = _time(backbone, specs, rounds)
-        rich.print(_table(backbone, times, rounds))
-        recipe = {
-            "rounds": rounds, "threads": torch.get_num_threads(), "input": 224, "memory": "channels_last",
-            "interleaved": "all networks",  # rows without this field alternated each spec with the plain network
-        }  # fmt: skip
-        metrics: dict[str, Any] = {spec: {"cost": asdict(cost_of(backbone, spec))} for spec in (*specs, "")}
-        for spec, seconds in times.items():
-            metrics[spec]["seconds"] = _common.rounded(seconds, 5)
-        _common.append_row(results, f"models/{backbone}", recipe, metrics, start)
+        metrics = measure(backbone, specs, rounds, setting)
+        rich.print(_table(backbone, metrics, rounds))
+        _common.append_row(results, name, recipe, metrics, start)
+        comparisons[backbone] = compare(metrics, [row for row in known if row.row == name])
+    if guard:
+        rich.print(guard_table(comparisons))
+        if any(one.verdict == SLOWER for of_backbone in comparisons.values() for one in of_backbone):
+            sys.exit(1)
 
 
-def _networks(backbone: str, specs: Sequence[str]) -> dict[tuple[str, str], dict[str, Callable[[], None]]]:
-    """The workloads of the plain network and of each equipped one, by spec and name."""
-    networks = {("", BASE): _workloads(backbone, "")}
-    for spec in specs:
-        networks[spec, OWN] = own = _workloads(backbone, spec)
-        if not KERNEL_TERMS.isdisjoint(spec.split("+")):
-            networks[spec, WITHOUT_KERNELS] = {name: without_kernels()(call) for name, call in own.items()}
-    return networks
+def measure(backbone: str, specs: Sequence[str], rounds: int, setting: Setting) -> dict[str, Any]:
+    """By spec, "" for the plain network: its cost, the seconds by workload and network, and what was not measured."""
+    measured, skipped = networks.build(backbone, specs, setting)
+    times = _time(measured, rounds, setting, backbone)
+    metrics: dict[str, Any] = {}
+    for spec in (*specs, ""):
+        of_spec = {
+            workload: {name: values for (of, name), values in seconds.items() if of == spec or name == BASE}
+            for workload, seconds in times.items()
+        }
+        metrics[spec] = {"cost": asdict(cost_of(backbone, spec)), "seconds": _common.rounded(of_spec, 5)}
+        if spec in skipped:
+            metrics[spec]["skipped"] = skipped[spec]
+    return metrics
 
 
-def _time(backbone: str, specs: Sequence[str], rounds: int) -> dict[str, Seconds]:
-    """By spec, the seconds of the plain network, ``base``, of the equipped one, ``own``, and ``without_kernels``."""
-    networks = _networks(backbone, specs)
-    iterations = {
-        workload: max(1, int(ROUND_SECONDS / min(_common.time_call(iteration) for _ in range(2))))
-        for workload, iteration in networks["", BASE].items()
+def _time(
+    candidates: Networks, rounds: int, setting: Setting, title: str
+) -> dict[str, dict[tuple[str, str], list[float]]]:
+    """By workload and network, the seconds of each iteration; the networks of a workload take turns."""
+    base = candidates["", BASE]
+    clock = partial(_common.time_call, device=setting.device)
+    iterations = {name: max(1, int(ROUND_SECONDS / min(clock(call) for _ in range(2)))) for name, call in base.items()}
+    calls = {
+        workload: {key: partial(clock, of[workload]) for key, of in candidates.items() if workload in of}
+        for workload in WORKLOADS
     }
-    times: dict[str, dict[tuple[str, str], list[float]]] = {kind: {key: [] for key in networks} for kind in WORKLOADS}
+    times: dict[str, dict[tuple[str, str], list[float]]] = {kind: {key: [] for key in calls[kind]} for kind in calls}
     rng = random.Random(0)
     with Progress(transient=True) as progress:
-        bar = progress.add_task(backbone, total=rounds * len(WORKLOADS))
+        bar = progress.add_task(title, total=rounds * len(WORKLOADS))
         for workload in (kind for _ in range(rounds) for kind in WORKLOADS):
-            order = rng.sample(list(networks), len(networks))
-            calls = {key: partial(_common.time_call, networks[key][workload]) for key in order}
-            for key, seconds in _common.interleave(calls, range(iterations[workload])).items():
+            of = calls[workload]
+            order = {key: of[key] for key in rng.sample(list(of), len(of))}
+            for key, seconds in _common.interleave(order, range(iterations[workload])).items():
                 times[workload][key] += seconds
             progress.advance(bar)
-    return {
-        spec: {
-            kind: {BASE: measured["", BASE]} | {name: values for (of, name), values in measured.items() if of == spec}
-            for kind, measured in times.items()
-        }
-        for spec in specs
-    }
+    return times
 
 
-def _table(backbone: str, times: Mapping[str, Seconds], rounds: int) -> Table:
-    counts = {kind: len(values[BASE]) for kind, values in next(iter(times.values())).items()}
+def _table(backbone: str, metrics: Mapping[str, Any], rounds: int) -> Table:
+    counts = iteration_counts(metrics)
     table = _common.make_table(
         f"{backbone}: time relative to the plain network, {torch.get_num_threads()} threads",
         f"median over the iterations of {rounds} rounds",
         ("spec", *(f"{kind} ({bounds_label(count, 'iterations')})" for kind, count in counts.items())),
     )
-    for spec, seconds in times.items():
-        for name in seconds[LATENCY]:
-            if name != BASE:
-                ratios = [median_ratio(seconds[kind][name], seconds[kind][BASE]) for kind in WORKLOADS]
-                label = spec if name == OWN else f"{spec}, kernels off"
-                table.add_row(label, *(_common.format_median(ratio, 3) for ratio in ratios))
+    for spec in ("", *filter(None, metrics)):
+        for kind, ratios in relative_times(metrics, spec).items():
+            label = LABELS.get(kind, spec) if spec else PLAIN_LABELS[kind]
+            cells = (_common.format_median(ratios[workload], 3) if workload in ratios else "–" for workload in counts)
+            table.add_row(f"  {label}" if spec and kind in LABELS else label, *cells)
+        for network, reason in metrics[spec].get("skipped", {}).items():
+            table.add_row(f"  {network}: not measured, {reason}")
     return table

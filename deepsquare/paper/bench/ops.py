@@ -3,7 +3,8 @@
 Measured on one feature map in one run: the function; its formula in PyTorch operations; the formula compiled; the
 function without the kernels; and what else is used at the same site, timm's channel attention modules or GeM. The
 limits are measured too: a read is a sum over the map, a copy its ``clone``, and two maps read for one written an
-addition.
+addition. In the same rounds the function also runs on a contiguous map of the same type, and on a float32 map of the
+same layout, so that layouts and types are compared within one run.
 """
 
 import time
@@ -13,6 +14,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import rich
 import torch
 from rich.progress import Progress
 from rich.table import Table
@@ -23,6 +25,7 @@ from tyro.conf import Suppress
 from deepsquare import functional as DF
 from deepsquare.kernels import without_kernels
 from deepsquare.paper.bench import _common
+from deepsquare.paper.bench.limits import limits_table
 from deepsquare.paper.statistics import median, median_ratio
 from deepsquare.results import round_for_json
 from deepsquare.training.loop import tune_malloc
@@ -30,12 +33,13 @@ from deepsquare.training.loop import tune_malloc
 RESNET50 = ((256, 56), (512, 28), (1024, 14), (2048, 7))  # channels and side at the ends of its blocks
 SHUFFLENET = ((58, 28), (116, 14), (232, 7), (1024, 7))  # the same for ShuffleNetV2-1×, and its last convolution
 EXTREMES = ((64, 112), (128, 4))  # the largest and the smallest map of common networks
+Maps = tuple[Tensor, Tensor]  # the map and the residual
 MAPS = {"float32": (*RESNET50, *SHUFFLENET, *EXTREMES), "bfloat16": RESNET50, "float16": RESNET50}  # by dtype
 BATCH_SIZE = 32
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 FORWARD, STEP = "forward", "forward + backward"
 Call = Callable[..., Tensor]
-Baselines = Callable[[int, torch.dtype, torch.memory_format], Mapping[str, Callable[[Tensor], Tensor]]]
+Baselines = Callable[[Tensor, torch.memory_format], Mapping[str, Callable[[Tensor], Tensor]]]
 GEM_EPS = 1e-6
 
 
@@ -46,7 +50,7 @@ class Function:
     ours: Call
     formula: Call
     limits: Mapping[str, tuple[str, ...]]
-    baselines: Baselines = lambda channels, dtype, layout: {}  # functions of F alone, for the same site
+    baselines: Baselines = lambda x, layout: {}  # functions of F alone, for the same site
 
 
 def _scale(x: Tensor, alpha: Tensor) -> Tensor:
@@ -54,7 +58,7 @@ def _scale(x: Tensor, alpha: Tensor) -> Tensor:
     return g / (g + alpha * alpha)
 
 
-def _gem(channels: int, dtype: torch.dtype, layout: torch.memory_format) -> dict[str, Callable[[Tensor], Tensor]]:
+def _gem(x: Tensor, layout: torch.memory_format) -> dict[str, Callable[[Tensor], Tensor]]:
     """GeM with p = 2 fixed: ours, in plain operations, and as Square-Pooling with a square root."""
     return {
         "gem_pooling": lambda x: DF.gem_pooling(x, 2.0, GEM_EPS),
@@ -63,14 +67,15 @@ def _gem(channels: int, dtype: torch.dtype, layout: torch.memory_format) -> dict
     }
 
 
-def _attention(channels: int, dtype: torch.dtype, layout: torch.memory_format) -> dict[str, nn.Module]:
+def _attention(x: Tensor, layout: torch.memory_format) -> dict[str, nn.Module]:
     """timm's modules with their default arguments; GE gathers the whole map and has no parameters."""
     from timm.layers import eca, gather_excite, squeeze_excite
 
+    channels = x.shape[1]
     gather = gather_excite.GatherExcite(channels, extra_params=False, extent=0, use_mlp=False)
     modules = {"timm SE": squeeze_excite.SEModule(channels), "timm ECA": eca.EcaModule(channels), "timm GE": gather}
     for module in modules.values():
-        module.to(dtype).to(memory_format=layout)  # type: ignore[call-overload]
+        module.to(x.device, x.dtype).to(memory_format=layout)  # type: ignore[call-overload]
     return modules
 
 
@@ -105,6 +110,7 @@ def run(
     *,
     rounds: _common.Rounds = 15,
     results: _common.Results = _common.RESULTS,
+    device: _common.Device = "cpu",
     batch_size: Suppress[int] = BATCH_SIZE,
 ) -> None:
     """Every function against memory bandwidth, the formula, torch.compile, GeM and timm's attention modules.
@@ -117,8 +123,11 @@ def run(
     for function in functions:
         if function not in FUNCTIONS:
             raise ValueError(f"there is no function {function!r}; choose from {', '.join(FUNCTIONS)}")
+    place = _common.open_device(device)
     tune_malloc()
-    recipe = {"rounds": rounds, "threads": torch.get_num_threads(), "batch_size": batch_size}
+    recipe: dict[str, Any] = {"rounds": rounds, "threads": torch.get_num_threads(), "batch_size": batch_size}
+    recipe |= _common.describe_device(place)
+    measured: dict[str, Mapping[str, Any]] = {}
     with Progress(transient=True) as progress:
         bar = progress.add_task("", total=len(functions) * len(LAYOUTS) * sum(map(len, MAPS.values())))
         for function, layout, dtype in product(functions, LAYOUTS, MAPS):
@@ -128,19 +137,41 @@ def run(
             for channels, side in MAPS[dtype]:
                 shape, name = (batch_size, channels, side, side), f"{channels}×{side}×{side}"
                 progress.update(bar, description=f"{row} {name}")
-                torch.manual_seed(0)
-                values = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(2))
-                x, residual = (value.contiguous(memory_format=LAYOUTS[layout]) for value in values)
-                metrics[name] = measure(FUNCTIONS[function], LAYOUTS[layout], x, residual, compiled, rounds)
+                maps = _maps(shape, layout, dtype, place)
+                others = {other: _maps(shape, *kind, place) for other, kind in references(layout, dtype).items()}
+                metrics[name] = measure(FUNCTIONS[function], LAYOUTS[layout], maps, others, compiled, rounds)
                 progress.advance(bar)
             progress.console.print(_table(row, metrics, rounds))
             _common.append_row(results, row, recipe, metrics, start)
+            measured[row.removeprefix("ops/")] = metrics
+    rich.print(limits_table(measured, rounds, FORWARD))
+
+
+def references(layout: str, dtype: str) -> dict[str, tuple[str, str]]:
+    """What the function is compared with beside its limit: itself in the contiguous layout, and in float32."""
+    kinds = {"contiguous": ("contiguous", dtype), "float32": (layout, "float32")}
+    return {name: kind for name, kind in kinds.items() if kind != (layout, dtype)}
+
+
+def _maps(shape: Sequence[int], layout: str, dtype: str, device: torch.device) -> Maps:
+    torch.manual_seed(0)
+    x, residual = (torch.randn(shape).to(device, getattr(torch, dtype)) for _ in range(2))
+    return x.contiguous(memory_format=LAYOUTS[layout]), residual.contiguous(memory_format=LAYOUTS[layout])
 
 
 def measure(
-    function: Function, layout: torch.memory_format, x: Tensor, residual: Tensor, compiled: Call, rounds: int
+    function: Function,
+    layout: torch.memory_format,
+    maps: Maps,
+    others: Mapping[str, Maps],
+    compiled: Call,
+    rounds: int,
 ) -> dict[str, Any]:
-    """By pass: seconds of the function and of its limit, ratios to them, and the bytes that each form allocates."""
+    """By pass: seconds of the function and of its limit, ratios to them, and the bytes that each form allocates.
+
+    ``others`` has maps of another layout or type, on which the function runs in the same rounds.
+    """
+    x, residual = maps
     in_memory_order = x.permute(0, 2, 3, 1) if layout == torch.channels_last else x
     limits: dict[str, Call] = {
         "read": in_memory_order.sum,
@@ -149,36 +180,59 @@ def measure(
     }
     forms = {"ours": function.ours, "formula": function.formula, "compiled": compiled}
     forms["kernels off"] = without_kernels()(function.ours)
-    for name, baseline in function.baselines(x.shape[1], x.dtype, layout).items():
+    for name, baseline in function.baselines(x, layout).items():
         forms[name] = lambda x, alpha, residual, baseline=baseline: baseline(x)
-    alpha = torch.ones(1, dtype=x.dtype, requires_grad=True)  # in the model's dtype, so that the formula keeps it
-    inputs = (x.detach().requires_grad_(), alpha, residual.detach().requires_grad_())
-    grad = torch.randn_like(function.ours(x, alpha, residual))
+    case = _Case.of(function, maps)
+    cases = {f"beside {name}": _Case.of(function, pair) for name, pair in others.items()}
     metrics: dict[str, Any] = {}
-    for kind, calls in (
-        (FORWARD, {name: torch.no_grad()(partial(form, *inputs)) for name, form in forms.items()}),
-        (STEP, {name: partial(_step, form, inputs, grad) for name, form in forms.items()}),
-    ):
+    for kind, prepare in ((FORWARD, _forward), (STEP, _step)):
+        calls = {name: prepare(form, case) for name, form in forms.items()}
+        beside = {name: prepare(function.ours, other) for name, other in cases.items()}
         needed = {name: limits[name] for name in set(function.limits[kind])}
-        times = _common.time_rounds({**needed, **calls}, rounds)
+        times = _common.time_rounds({**needed, **calls, **beside}, rounds, x.device)
         limit = [sum(parts) for parts in zip(*(times[name] for name in function.limits[kind]), strict=True)]
         ours = times["ours"]
         medians = {"seconds": median(ours), "limit": median(limit), "ours / limit": median_ratio(ours, limit)}
+        medians |= {f"ours / {name}": median_ratio(ours, times[f"beside {name}"]) for name in others}
         medians |= {f"{name} / ours": median_ratio(times[name], ours) for name in forms if name != "ours"}
         metrics[kind] = {
             **{name: round_for_json(value) for name, value in medians.items()},
-            "allocated": {name: _allocated(call) for name, call in calls.items()},
+            "allocated": {name: _allocated(call, x.device) for name, call in calls.items()},
         }
     metrics["bytes"] = x.numel() * x.element_size()
     return metrics
 
 
-def _step(form: Call, inputs: Sequence[Tensor], grad: Tensor) -> None:
-    torch.autograd.grad(form(*inputs), inputs, grad, allow_unused=True)
+@dataclass(frozen=True)
+class _Case:
+    """The inputs of every form on one map, and the gradient of the result."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    grad: Tensor
+
+    @classmethod
+    def of(cls, function: Function, maps: Maps) -> "_Case":
+        """The map, α and the residual, as leaves; α in the model's type, so that the formula keeps it."""
+        x, residual = maps
+        alpha = torch.ones(1, dtype=x.dtype, device=x.device, requires_grad=True)
+        inputs = (x.detach().requires_grad_(), alpha, residual.detach().requires_grad_())
+        return cls(inputs, torch.randn_like(function.ours(*inputs)))
 
 
-def _allocated(call: Callable[[], Any]) -> int:
+def _forward(form: Call, case: _Case) -> Callable[[], object]:
+    return torch.no_grad()(partial(form, *case.inputs))
+
+
+def _step(form: Call, case: _Case) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(form(*case.inputs), case.inputs, case.grad, allow_unused=True)
+
+
+def _allocated(call: Callable[[], Any], device: torch.device) -> int:
     """Bytes that a call requests from the allocator."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"]
+        call()
+        return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"] - before)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     return sum(max(0, event.self_cpu_memory_usage) for event in profile.events() or ())

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deepsquare.export.runtimes import RUNTIMES as EXPORT_RUNTIMES
+from deepsquare.paper.bench.limits import limit_lines, shared_maps
+from deepsquare.paper.bench.networks import COMPILED, FUSED, OWN, WITHOUT_KERNELS
+from deepsquare.paper.bench.ratios import LABELS, PLAIN_LABELS, iteration_counts, relative_times
 from deepsquare.paper.report.evidence import bench_rows, grouped
-from deepsquare.paper.statistics import Median, bounds_label, has_interval, median_ratio
+from deepsquare.paper.statistics import bounds_label, has_interval, median_ratio
 from deepsquare.paper.tables import TABLE_6
 from deepsquare.results import Row
 from deepsquare.surgery import TECHNIQUES
 
 RUNTIMES = {name: runtime.label for name, runtime in EXPORT_RUNTIMES.items()}
 PLAIN = {"": "plain", "again": "plain, again"}
+NAMES = {FUSED: "block ends fused", COMPILED: "compiled"}  # of networks that a run could not measure
 PAPER_TERMS = {"pooling", "softmin", "excitation", "encoding"}
 TERM_TITLES = {"gsop1": "GSoP-Net1", "gsop2": "GSoP-Net2"}
 TERM_TITLES |= {term: technique.title for term, technique in TECHNIQUES.items()}
@@ -41,56 +45,53 @@ def spec_title(spec: str) -> str:
 
 def conditions_text(row: Row) -> str:
     """Date, commit and hardware of a measurement."""
-    return ", ".join(filter(None, (row.date[:10], f"commit {row.commit[:7]}" if row.commit else "", row.hardware)))
+    device = row.recipe.get("device", "cpu")
+    commit = f"commit {row.commit[:7]}" if row.commit else ""
+    return ", ".join(filter(None, (row.date[:10], commit, row.hardware, device if device != "cpu" else "")))
 
 
 def backbones(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """By backbone, a table for each run, the newest first; without runs whose specs a newer run has all measured."""
+    """By backbone, a table for each run, the newest first; without runs that a newer run has measured all of."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for name, measured in bench_rows(rows, "models").items():
-        covered: list[set[str]] = []
+        covered: list[set[tuple[str, str]]] = []
         for row in reversed(measured):
-            if not any(row.metrics.keys() <= specs for specs in covered):
-                covered.append(set(row.metrics))
+            shown = {(spec, kind) for spec in row.metrics for kind in relative_times(row.metrics, spec)}
+            if not any(shown <= newer for newer in covered):
+                covered.append(shown)
                 tables.setdefault(name, []).append(_spec_table(row))
     return tables
 
 
 def _spec_table(row: Row) -> dict[str, Any]:
     """What each spec of a run adds to the plain network's cost, and its times relative to it, by workload."""
-    specs = [spec for spec in row.metrics if spec]
+    skipped = {(spec, name): reason for spec in row.metrics for name, reason in _skipped(row, spec).items()}
     return {
         "threads": row.recipe["threads"],
         "conditions": conditions_text(row),
         "interleaved": "interleaved" in row.recipe,
-        "bounds": _bounds(row, specs[0]),
-        "specs": {spec: _spec_times(spec, row) for spec in specs},
+        "bounds": {kind: bounds_label(n, "iterations") for kind, n in iteration_counts(row.metrics).items()},
+        "plain": {PLAIN_LABELS[kind]: times for kind, times in relative_times(row.metrics, "").items()},
+        "specs": {spec: _spec_times(spec, row) for spec in row.metrics if spec},
+        "skipped": [f"{spec_title(spec)}, {NAMES[name]}: {reason}" for (spec, name), reason in skipped.items()],
     }
 
 
-def _bounds(row: Row, spec: str) -> dict[str, str]:
-    """By workload, what the bounds of the medians are, and of how many iterations."""
-    counts = {workload: len(times["base"]) for workload, times in row.metrics[spec]["seconds"].items()}
-    return {workload: bounds_label(count, "iterations") for workload, count in counts.items()}
+def _skipped(row: Row, spec: str) -> Mapping[str, str]:
+    reasons: Mapping[str, str] = row.metrics[spec].get("skipped", {})
+    return reasons
 
 
 def _spec_times(spec: str, row: Row) -> dict[str, Any]:
-    seconds = row.metrics[spec]["seconds"]
-
-    def ratios(network: str) -> dict[str, Median]:
-        return {
-            workload: median_ratio(times[network], times["base"])
-            for workload, times in seconds.items()
-            if network in times
-        }
-
     base, cost = (row.metrics[name]["cost"] for name in ("", spec))
+    times = relative_times(row.metrics, spec)
     return {
         "title": spec_title(spec),
         "parameters": cost["parameters"] - base["parameters"],
         "added": {field: cost[field] / base[field] - 1 for field in ("parameters", "macs", "activation_bytes")},
-        "times": ratios("own"),
-        "without_kernels": ratios("without_kernels"),  # empty where there is no kernel
+        "times": times[OWN],
+        "without_kernels": times.get(WITHOUT_KERNELS, {}),  # empty where there is no kernel
+        "details": {LABELS[kind]: of_kind for kind, of_kind in times.items() if kind in LABELS},
     }
 
 
@@ -137,31 +138,47 @@ def op_times(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The last measurement of each function, layout and dtype: ``maps`` by shape, and what it compares."""
     functions = []
     for name, measured in bench_rows(rows, "ops").items():
-        function, layout, dtype = name.split("/")
+        function, layout, dtype = name.partition(", ")[0].split("/")
         maps, recipe = measured[-1].metrics, measured[-1].recipe
         first = next(iter(maps.values()))
         passes = [kind for kind, value in first.items() if isinstance(value, Mapping)]
         alternatives = [other.removesuffix(" / ours") for other in first[passes[0]] if other.endswith(" / ours")]
         op = {"function": function, "title": TITLES[function], "layout": layout, "dtype": dtype, "recipe": recipe}
+        op["device"] = recipe.get("device", "cpu")
         op |= {"conditions": conditions_text(measured[-1]), "bounds": bounds_label(recipe["rounds"])}
         functions.append(op | {"maps": maps, "passes": passes, "alternatives": alternatives})
     return sorted(functions, key=lambda op: (list(TITLES).index(op["function"]), op["dtype"] != "float32"))
 
 
+def on_cpu_in_float32(functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of :func:`op_times` that were measured on the CPU, in float32 and the contiguous layout."""
+    usual = ("contiguous", "float32", "cpu")
+    return [op for op in functions if (op["layout"], op["dtype"], op["device"]) == usual]
+
+
+def limits(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each run, what its functions take beside their limits in the forward pass, on the maps that all have."""
+    tables = []
+    for conditions, of_run in grouped(functions, lambda op: (op["conditions"], op["recipe"]["threads"])).items():
+        measured = {f"{op['function']}/{op['layout']}/{op['dtype']}": op["maps"] for op in of_run}
+        names = shared_maps(measured)
+        lines = limit_lines(measured, names, of_run[0]["passes"][0])
+        tables.append({"conditions": conditions[0], "threads": conditions[1], "maps": names, "lines": lines})
+    return tables
+
+
 def gem_costs(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Section 4.2: by pass and form, the lowest and the highest time of GeM with p = 2 relative to Square-Pooling."""
-    for op in functions:
-        if (op["function"], op["layout"], op["dtype"]) == ("square_pooling", "contiguous", "float32"):
-            if not GEM_FORMS.keys() <= set(op["alternatives"]):
-                return None  # a row from before GeM was measured
-            maps = op["maps"].values()
-            ratios = {
-                title: {kind: [times[kind][f"{name} / ours"][0] for times in maps] for kind in op["passes"]}
-                for name, title in GEM_FORMS.items()
-            }
-            ranges = {form: {kind: (min(r), max(r)) for kind, r in of.items()} for form, of in ratios.items()}
-            return {"ranges": ranges, "passes": op["passes"], "conditions": op["conditions"]}
-    return None
+    op = next((op for op in on_cpu_in_float32(functions) if op["function"] == "square_pooling"), None)
+    if op is None or not GEM_FORMS.keys() <= set(op["alternatives"]):
+        return None  # a row from before GeM was measured has no forms of it
+    maps = op["maps"].values()
+    ratios = {
+        title: {kind: [times[kind][f"{name} / ours"][0] for times in maps] for kind in op["passes"]}
+        for name, title in GEM_FORMS.items()
+    }
+    ranges = {form: {kind: (min(r), max(r)) for kind, r in of.items()} for form, of in ratios.items()}
+    return {"ranges": ranges, "passes": op["passes"], "conditions": op["conditions"]}
 
 
 def bandwidths(op: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from deepsquare.paper.report.bench import PLAIN, bandwidths, spec_title
+from deepsquare.paper.report.bench import PLAIN, bandwidths, on_cpu_in_float32, spec_title
 from deepsquare.paper.report.evidence import RowFindings, Schedule, ScheduleResult, TableFindings
 from deepsquare.paper.statistics import Median
 from deepsquare.paper.tables import TABLE_5, TABLE_6, PaperRow
@@ -256,8 +256,7 @@ def _learning_curve(
 
 def rooflines(functions: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     """For each function in float32: GB/s over the size of the map, with the limit as the roof."""
-    shown = [op for op in functions if (op["layout"], op["dtype"]) == ("contiguous", "float32")]
-    return [(op["title"], _roofline(op)) for op in shown]
+    return [(op["title"], _roofline(op)) for op in on_cpu_in_float32(functions)]
 
 
 def _roofline(op: Mapping[str, Any]) -> Markup:

@@ -173,9 +173,18 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def bench_rows(rows: Sequence[Row], subject: str) -> dict[str, list[Row]]:
-    """The rows of ``deepsquare bench SUBJECT`` by what was measured, the last measurement last."""
+    """The rows of ``deepsquare bench SUBJECT`` by what was measured, the last measurement last.
+
+    What was measured on a GPU, or with networks in the contiguous layout, stands for itself: ``resnet50, contiguous``.
+    """
     measured = [row for row in rows if row.experiment == "bench" and row.row.startswith(f"{subject}/")]
-    return grouped(sorted(measured, key=lambda row: row.date), lambda row: row.row.removeprefix(f"{subject}/"))
+
+    def key(row: Row) -> str:
+        device, memory = row.recipe.get("device", "cpu"), row.recipe.get("memory", "channels_last")
+        differs = [value for value, usual in ((device, "cpu"), (memory, "channels_last")) if value != usual]
+        return ", ".join([row.row.removeprefix(f"{subject}/"), *differs])
+
+    return grouped(sorted(measured, key=lambda row: row.date), key)
 
 
 def table_findings(table: PaperTable, rows: Sequence[Row], judged: JudgedRows | None = None) -> TableFindings:

@@ -23,7 +23,7 @@ from deepsquare.paper.claim_types import (
 from deepsquare.paper.fig2.experiment import CaseSummary
 from deepsquare.paper.regimes import regimes
 from deepsquare.paper.report.after_training import two_sided
-from deepsquare.paper.report.bench import spec_title
+from deepsquare.paper.report.bench import on_cpu_in_float32, spec_title
 from deepsquare.paper.report.figures import LABELS, spiral_results
 from deepsquare.paper.spirals.regimes import judgements
 from deepsquare.paper.statistics import Median, paired, share_interval, share_p
@@ -174,8 +174,7 @@ def _range(low: float, high: float) -> str:
 
 def gem_cost(functions: Sequence[Mapping[str, Any]]) -> Judged:
     """Whether GeM with p = 2 takes longer than Square-Pooling on every map, by the bounds of both."""
-    float32 = ("square_pooling", "contiguous", "float32")
-    op = next((op for op in functions if (op["function"], op["layout"], op["dtype"]) == float32), None)
+    op = next((op for op in on_cpu_in_float32(functions) if op["function"] == "square_pooling"), None)
     if op is None or "GeM, plain" not in op["alternatives"]:
         return Judged(Verdict.NOT_TESTED, note="no rows yet: deepsquare bench ops")
     forward = [times[op["passes"][0]] for times in op["maps"].values()]

@@ -114,6 +114,7 @@ def template_context(results: Sequence[Path], images: Sequence[Path]) -> dict[st
         "accuracy_against_time": charts.accuracy_against_time(table_6),
         "baselines": (baselines, _costs(baselines)),
         "ops": functions,
+        "limits": bench.limits(functions),
         "gem": bench.gem_costs(functions),
         "rooflines": charts.rooflines(functions),
         "bench": bench,
