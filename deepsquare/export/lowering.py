@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from deepsquare.nn import EleSquare, SquareEncoding, SquareExcitation, SquarePooling, SquareSoftmin
 from deepsquare.surgery import fold
-from deepsquare.surgery.fold import replace
 from deepsquare.surgery.insertion import BLENDING, SITE, beta_of, drop_beta
+from deepsquare.surgery.ownership import replace
 
 
 def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool) -> nn.Module:
