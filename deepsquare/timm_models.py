@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from deepsquare.models import NETWORKS, ModelConfig
 from deepsquare.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from deepsquare.surgery import PREFIX, EquipRecord, Init, Site, equip, equip_record, format_spec, parse_spec
+from deepsquare.surgery import PREFIX, EquipRecord, Init, Site, equip, equip_record, format_spec, is_folded, parse_spec
 from deepsquare.surgery.head import set_dropout
 from deepsquare.surgery.inputs import float_tensor
 from deepsquare.surgery.insertion import add_beta, insert, remove_inserted
@@ -203,6 +203,11 @@ class ShuffleNetV2(KeepsTechniques, torchvision.models.ShuffleNetV2):  # type: i
         """The maps of ``feature_info`` at ``indices`` (all by default; the last n for an int), and the final one."""
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt is {output_fmt!r}; expected 'NCHW'")
+        if is_folded(self):
+            raise ValueError(
+                "in a folded ShuffleNetV2 the maps between the stages have their channels in another order; call "
+                "forward_intermediates on the model that was folded"
+            )
         taken, last = feature_take_indices(len(self.STAGES), indices)
         stages = self.STAGES[: last + 1] if stop_early else self.STAGES
         intermediates = []

@@ -88,7 +88,7 @@ class Runtime(ABC):
     suffix: ClassVar[str]  # of its files
     modules: ClassVar[tuple[str, ...]]  # the first one reads files, all of them write
     dynamic_shapes: ClassVar[bool] = False  # one file takes any number of images at once and, on request, of any size
-    flatten_maps: ClassVar[bool] = False  # Square-Excitation is faster on maps of shape (N, C, H·W)
+    flatten_maps: ClassVar[bool] = False  # the means of Square-Excitation are faster on maps of shape (N, C, H·W)
     delegate: ClassVar[str | None] = None  # the backend that runs the operations, if some may remain undelegated
 
     def require_modules(self) -> None:

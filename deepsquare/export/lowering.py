@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from deepsquare.nn import EleSquare, SquareEncoding, SquareExcitation, SquarePooling, SquareSoftmin
 from deepsquare.surgery import fold
-from deepsquare.surgery.fold import replace
 from deepsquare.surgery.insertion import BLENDING, SITE, beta_of, drop_beta
+from deepsquare.surgery.ownership import replace
 
 
 def lower_for_export(model: nn.Module, images: Tensor, flatten_maps: bool) -> nn.Module:
     """A copy of ``model``, which is in eval mode, to be exported; ``images`` are run through it once.
 
-    With ``flatten_maps``, Square-Excitation works on maps of shape (N, C, H·W), which fixes the size of the input.
+    With ``flatten_maps``, the means of Square-Excitation read maps of shape (N, C, H·W), which fixes the size of the
+    input.
     """
     folded = fold(model, input_shape=images.shape[1:])
     for module in list(folded.modules()):
@@ -84,7 +85,7 @@ class Excitation(nn.Module):
 
     offset: Tensor
     kept: Tensor | None  # (1 − β) · α²; None for 0
-    hw: tuple[int, ...]  # height and width of a map that is flattened
+    hw: tuple[int, ...]  # height and width of a map that is flattened for its mean
 
     def __init__(self, offset: Tensor, flatten_maps: bool = False, beta: Tensor | None = None) -> None:
         super().__init__()
@@ -97,8 +98,8 @@ class Excitation(nn.Module):
         maps = x.reshape(-1, channels, math.prod(self.hw)) if self.hw else x
         g = _mean(maps * maps)
         factor = (g if self.kept is None else g + self.kept) / (g + self.offset)
-        excited = maps * factor
-        return excited.reshape(-1, channels, *self.hw) if self.hw else excited
+        # Not a view of a product: torch.export writes an addition in place to a view with two reshapes more.
+        return x * (factor.reshape(-1, channels, *[1] * len(self.hw)) if self.hw else factor)
 
     def fit(self, inputs: tuple[Tensor]) -> None:
         """Store the map's size, and the constants for every channel: onnxruntime is slow at adding a scalar."""

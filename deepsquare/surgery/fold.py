@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,9 @@ from deepsquare.surgery.equip import EquipRecord, Model, intact_record, is_folde
 from deepsquare.surgery.head_sites import AVERAGES
 from deepsquare.surgery.inputs import CONVOLUTIONS
 from deepsquare.surgery.insertion import SITE, base_class, beta_of, drop_beta, is_watched
+from deepsquare.surgery.ownership import is_exclusive, replace
 from deepsquare.surgery.trace import VIEWS, Call, Graph, trace
+from deepsquare.surgery.unshuffle import unshuffle
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FROZEN_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")  # of torchvision (its detectors) and timm, with buffers
@@ -30,8 +31,9 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
     """A copy of ``model`` for inference, with the same outputs.
 
     √s of Square-Softmin is merged into the last fully connected layer (the paper's remark under Eq. 24), batch
-    normalization into the convolution before it, a ReLU into the Square-Encoding after it; dropout is removed. The
-    model itself does not change.
+    normalization into the convolution before it, a ReLU into the Square-Encoding after it; dropout is removed, and so
+    are channel shuffles: maps between layers may have their channels in another order. The model itself does not
+    change.
     """
     model = unwrap(model)  # type: ignore[assignment]
     intact_record(model, allow_inner=True)
@@ -49,6 +51,8 @@ def fold(model: Model, *, input_shape: Sequence[int] | None = None) -> Model:
         _merge_batch_norms(folded, graph)
     _merge_relus(folded, graph)
     _remove_dropout(folded)
+    with torch.no_grad():
+        unshuffle(folded, trace(folded, input_shape))
     fuse_blocks(folded)  # without drop paths, more of them can be
     folded.deepsquare_folded = True  # type: ignore[assignment]
     return folded
@@ -76,7 +80,7 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
         source = max((n.index for n in graph.nodes[: call.input + 1] if n.is_layer), default=0)
         layer = graph.calls[graph.nodes[source].call].module
         # The exact classes: others (cosine classifiers, parametrized ones) are not determined by weight and bias.
-        if base_class(layer) not in LAYERS or not _is_exclusive(model, graph, layer):
+        if base_class(layer) not in LAYERS or not is_exclusive(model, graph, layer):
             continue
         assert isinstance(layer, LAYERS)
         if any(n.op not in HOMOGENEOUS for n in graph.between(source, call.input)):
@@ -86,13 +90,6 @@ def _merge_scale(model: nn.Module, graph: Graph) -> None:
         if layer.bias is not None:
             layer.bias.mul_(root)
         softmin.merge_scale()
-
-
-def _is_exclusive(model: nn.Module, graph: Graph, module: nn.Module) -> bool:
-    """Whether the module is called once, shares no parameter and has no hook, so that it can be changed alone."""
-    owners: Counter[nn.Parameter] = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
-    shares = any(owners[parameter] > 1 for parameter in module.parameters())
-    return graph.times_called[module] == 1 and not shares and not is_watched(module)
 
 
 class FoldedNorm(nn.Module):
@@ -117,7 +114,7 @@ def _pairs(
         before = producers.get(call.input)
         if before is None or not isinstance(call.module, second) or graph.readers(call.input) > 1:
             continue
-        if _is_exclusive(model, graph, before.module) and _is_exclusive(model, graph, call.module):
+        if is_exclusive(model, graph, before.module) and is_exclusive(model, graph, call.module):
             yield before, call
 
 
@@ -159,14 +156,3 @@ def _remove_dropout(model: nn.Module) -> None:
         own = isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__  # torch's own
         if (own or type(module).__name__ in DROPPING) and not is_watched(module):
             replace(model, module, nn.Identity())
-
-
-def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace ``old`` by ``new`` everywhere in ``model``; an inserted module keeps its site."""
-    if SITE in old.__dict__:
-        setattr(new, SITE, old.__dict__[SITE])
-    new.train(old.training)
-    for parent in list(model.modules()):  # without ``new``, which may have ``old`` inside
-        for name, child in parent._modules.items():
-            if child is old:
-                parent._modules[name] = new

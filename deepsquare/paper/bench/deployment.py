@@ -92,7 +92,7 @@ def _measure(
         for threads in THREADS:
             report(f"latency with {threads} thread{'s' if threads > 1 else ''}")
             paths = [exported.path for exported in candidates.values()]
-            seconds = dict(zip(candidates, _in_subprocess("latency", paths, threads, rounds), strict=True))
+            seconds = dict(zip(candidates, measure_latency(paths, threads, rounds), strict=True))
             base = [sum(pair) / 2 for pair in zip(seconds[BASE], seconds[BASE_COPY], strict=True)]
             for spec, values in seconds.items():
                 medians = {"seconds": median(values), "ratio": median_ratio(values, base)}
@@ -114,6 +114,12 @@ def _table(title: str, metrics: Mapping[str, Any], rounds: int) -> Table:
         memory = measured["memory"]
         table.add_row(*cells, f"{measured['bytes'] / 1e6:.2f}", f"{memory / 1e6:.1f}" if memory else "–")
     return table
+
+
+def measure_latency(paths: Sequence[Path], threads: int, rounds: int) -> list[list[float]]:
+    """Seconds of each round, for each exported file, in a fresh process."""
+    seconds: list[list[float]] = _in_subprocess("latency", paths, threads, rounds)
+    return seconds
 
 
 def _in_subprocess(measurement: str, paths: Sequence[Path], threads: int, iterations: int) -> Any:
