@@ -178,6 +178,8 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 ALPHA = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
 P = torch.tensor(2.7, dtype=torch.float64, requires_grad=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("side", [1, 2, 7, 8, 300])
 def test_a_gaussian_kernel_of_any_width_sums_to_one(side: int, dtype: torch.dtype) -> None:
