@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deepsquare._archive import check_archive
 from deepsquare._files import atomic_write
 from deepsquare.header import NO_HEADER, Header, PathLike, RunInfo, is_pickled, read_header
 from deepsquare.models import WEIGHT_KWARGS, ModelConfig, count_values, create_model
@@ -207,6 +208,7 @@ def _check_size(header: Header, kwargs: dict[str, Any], tensors: dict[str, Tenso
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickled ``state_dict``, alone or as ``state_dict`` or ``model`` in a training checkpoint."""
+    check_archive(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged or unsafe file makes torch and pickle fail in many ways

@@ -169,11 +169,16 @@ def gaussian_kernel(
     """
     if not sigma > 0:
         raise ValueError(f"sigma is {sigma!r}, expected a positive fraction of the map's side, such as 0.25.")
+    sigma = max(sigma, 1e-9)  # of a side below 2**25 only the center is left then, and no factor overflows
+    dtype = dtype or torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)
     weights = []
     for side in size:
-        offset = (torch.arange(side, device=device, dtype=dtype) + 0.5) / side - 0.5  # in (-½, ½)
-        weight = torch.exp(-0.5 * (offset / sigma).square())
-        weights.append(weight / weight.sum())
+        distance = 2 * torch.arange(side, device=device, dtype=wide) + 1 - side  # from the center, in half positions
+        # Less the square at the center, 0 or 1: the largest weight is 1 for any sigma, so they do not all underflow.
+        square = distance.square() - (side + 1) % 2
+        weight = torch.exp(square * (-0.125 / (side * sigma) / (side * sigma)))
+        weights.append((weight / weight.sum()).to(dtype))
     return functools.reduce(lambda kernel, weight: kernel.unsqueeze(-1) * weight, weights)
 
 

@@ -178,6 +178,27 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 ALPHA = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
 P = torch.tensor(2.7, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("side", [1, 2, 7, 8, 300])
+def test_a_gaussian_kernel_of_any_width_sums_to_one(side: int, dtype: torch.dtype) -> None:
+    """The narrowest have only the center, which of an even side is two positions; the widest are even."""
+    center = torch.zeros(side, dtype=dtype)
+    center[(side - 1) // 2 : side // 2 + 1] = 1
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3}[dtype]
+    for sigma in (5e-324, 1e-300, 1e-40, 1e-9, 1e-5):
+        narrow = DF.gaussian_kernel((side,), sigma, dtype=dtype)
+        torch.testing.assert_close(narrow, center / center.sum(), rtol=0, atol=0)
+    for sigma in (1e8, 1e40, 1.7e308, math.inf):
+        wide = DF.gaussian_kernel((side,), sigma, dtype=dtype)
+        torch.testing.assert_close(wide, torch.full((side,), 1 / side, dtype=dtype), rtol=tolerance, atol=0)
+    for sigma in (0.25, 3.0):
+        exact = torch.from_numpy(reference.gaussian_kernel((side,), sigma))
+        kernel = DF.gaussian_kernel((side,), sigma, dtype=dtype)
+        torch.testing.assert_close(kernel.double(), exact, rtol=tolerance, atol=tolerance)
+
+
 UNEVEN = DF.gaussian_kernel((3, 2), dtype=torch.float64)
 DERIVATIVES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "square": (DF.square, (leaf(2, 3),)),

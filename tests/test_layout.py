@@ -16,6 +16,7 @@ import deepsquare
 
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
+    "_archive",
     "_files",
     "_memory",
     "_compat",

@@ -1,15 +1,18 @@
 """Pretrained weights: files of every form start a model, also one with other classes."""
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.archives import BOMBS, archive_of
 from safetensors.torch import save_file
 from torch import nn
 
 import deepsquare as ds
+from deepsquare._archive import check_archive
 from deepsquare.checkpoint import load_pretrained
 
 
@@ -118,3 +121,35 @@ def test_keys_from_a_file_stay_on_one_short_line(tmp_path: Path) -> None:
     ) as caught:
         load_pretrained(model, tmp_path / "odd.pth")
     assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_an_archive_that_expands_is_refused_before_it_is_read(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = nn.Linear(100, 100), tmp_path / "bomb.pth"
+    make, message = BOMBS[case]
+    path.write_bytes(make(archive_of(model.state_dict())))
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch reads it"))
+    with pytest.raises(ValueError, match=f"^{path} {message}"):
+        load_pretrained(model, path)
+
+
+def test_an_archive_above_4_gigabytes_has_larger_records(tmp_path: Path) -> None:
+    """Written sparsely; its records are those of zip64."""
+    path = tmp_path / "large.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        large = zipfile.ZipInfo("archive/data/0")
+        with archive.open(large, "w", force_zip64=True):
+            pass
+        large.file_size = large.compress_size = 2**32 + 5
+        assert archive.fp is not None
+        archive.fp.seek(2**32 + 5, os.SEEK_CUR)
+        archive.start_dir = archive.fp.tell()
+        archive.writestr("archive/data/1", b"1")
+    check_archive(path)
+    with path.open("r+b") as file:
+        file.seek(-22 - 20 + 8, os.SEEK_END)
+        file.write(b"\1")  # another place of the larger record
+    with pytest.raises(ValueError, match=r"is not a zip file as torch.save writes it"):
+        check_archive(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepsquare._archive import check_archive
 from deepsquare._compat import upgrade_training_state
 from deepsquare._files import append_checksum, atomic_write, remove_stale_temps, verify_checksum
 from deepsquare._memory import explain_memory
@@ -82,6 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
             checked = verify_checksum(path)
             if checked is False:
                 raise ValueError("its checksum is another")
+            check_archive(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (PermissionError, MemoryError):
         raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.archives import BOMBS, archive_of
 from helpers.points import Points
 from helpers.runs import RECIPE
 from torch import nn
@@ -138,6 +139,20 @@ def test_a_checksum_of_nothing_and_of_much(tmp_path: Path) -> None:
         assert verify_checksum(tmp_path / "x") is (None if not content else False)
     (tmp_path / "x").write_bytes(b"deepsquare SHA256")
     assert verify_checksum(tmp_path / "x") is None
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_an_archive_that_expands_is_damaged_whatever_its_checksum(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.pt"
+    buffer = io.BytesIO()
+    buffer.write(BOMBS[case][0](archive_of({"version": 4, **state(1), "more": torch.zeros(10_000)})))
+    append_checksum(buffer)
+    path.write_bytes(buffer.getvalue())
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch reads it"))
+    with pytest.raises(ValueError, match=r"last\.pt is not a training checkpoint, or is damaged; remove it"):
+        read_state(path)
 
 
 def test_a_run_goes_on_from_the_state_before_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
