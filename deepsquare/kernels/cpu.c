@@ -202,11 +202,14 @@ int deepsquare_select(int most) {
     return selected = most < widest ? most : widest;
 }
 
-/* Contiguous floats keep vectors of eight: planes seldom begin at a cache line, and of loads as long as a line each then
-   takes two. Half types and channels_last gain by AVX-512. */
-static runner find_runner(int kernel, int format, int channels_last) {
+/* Contiguous floats and small planes keep vectors of eight: planes seldom begin at a cache line, and of loads as long as
+   a line each then takes two. Half types and channels_last gain by AVX-512. */
+static runner find_runner(const job *j, int kernel, int format, int channels_last) {
+    enum { SMALL_PLANE = 64 };
+    (void)j;
 #if defined(__x86_64__)
-    if (selected == 2 && (format || channels_last)) return deepsquare_avx512[format][kernel][channels_last];
+    if (selected == 2 && (channels_last || (format && j->hw >= SMALL_PLANE)))
+        return deepsquare_avx512[format][kernel][channels_last];
 #endif
     return lanes8[format][kernel][channels_last];
 }
@@ -218,7 +221,7 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
     j->nontemporal = bytes >= LARGE && j->y != j->x /* in place the line is in a cache already */
         && ((uintptr_t)j->y | (uintptr_t)j->dresidual) % LINE == 0;
     j->inverse = 1 / (double)j->hw;
-    j->run = find_runner(kernel, format, channels_last);
+    j->run = find_runner(j, kernel, format, channels_last);
     if (kernel >= RELU_SQUARE) {
         j->tasks = (j->hw + RUN - 1) / RUN;
     } else if (channels_last) {

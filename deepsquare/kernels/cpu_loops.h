@@ -104,13 +104,13 @@ INLINE void NAME(tile_sums)(
 }
 
 /* The same for each channel of a chunk: in floats over 64 rows, in doubles beyond. Short rows one by one, in memory
-   order, which is what hardware prefetches; of rows as long as a page it prefetches several at once. */
+   order, which is what hardware prefetches; of rows longer than a page it prefetches several at once. */
 INLINE void NAME(chunk_sums)(
     const NAME(maps) * m, long rows, long width, long stride, double *squares, double *products, int kernel) {
     enum { BLOCK = 64, TILE = 4, PAGE = 1 << 12 };
     floats part[2][WIDEST / LANES];
     long vectors = (width + LANES - 1) / LANES;
-    int both = two_sums(kernel), tiles = stride * (long)sizeof(T) >= PAGE;
+    int both = two_sums(kernel), tiles = stride * (long)sizeof(T) > PAGE;
     memset(squares, 0, (size_t)(vectors * LANES) * sizeof *squares);
     if (both) memset(products, 0, (size_t)(vectors * LANES) * sizeof *products);
     for (long row = 0, end; row < rows; row = end) {
