@@ -5,8 +5,8 @@
    vectors of sixteen floats instead of eight. x86 needs AVX2, FMA and F16C (Haswell, Zen and later), and the wider
    vectors AVX-512 with its F, BW, DQ and VL (Skylake-X, Zen 4 and later); both are checked at run time.
 
-   To add a kernel: its name in `enum kernel` and in Kernel of cpu.py, its fields in `struct job` and in _FIELDS of
-   cpu.py, its arithmetic in cpu_loops.h with its KERNEL(...) and its line of `runners`. Nothing is written for one
+   To add a kernel: its name in `enum kernel` and in Kernel of cpu.py, its fields in `struct job` and in `call`, which
+   cpu.py packs, its arithmetic in cpu_loops.h with its KERNEL(...) and its line of `runners`. Nothing is written for one
    instruction set or one number format alone.
 
    The threads are PyTorch's. A second OpenMP runtime would bring a second thread pool that competes with the first, so
@@ -215,7 +215,7 @@ static runner find_runner(const job *j, int kernel, int format, int channels_las
 }
 
 /* Runs a kernel on maps of `format` 0 float, 1 bfloat, 2 half. */
-void deepsquare_run(job *j, int kernel, int format, int channels_last, long threads) {
+static void run_job(job *j, int kernel, int format, int channels_last, long threads) {
     enum { LARGE = 1 << 24 }; /* bytes: more than the last-level cache keeps until the next operation */
     long bytes = j->n * j->c * j->hw * (format == 0 ? 4 : 2);
     j->nontemporal = bytes >= LARGE && j->y != j->x /* in place the line is in a cache already */
@@ -246,7 +246,26 @@ void deepsquare_run(job *j, int kernel, int format, int channels_last, long thre
     if (j->pass == SECOND) free(j->sums);
 }
 
-/* The end of a building block, as cpu.py packs it: all members have eight bytes, and addresses are 0 where there is none. */
+/* A call of run_job, as cpu.py packs it; addresses are 0 where there is none. */
+typedef struct {
+    long kernel, format, channels_last, threads;
+    const void *x, *grad, *residual, *result;
+    void *y, *dresidual;
+    const float *factor;
+    float *per_plane;
+    const float *alpha, *beta;
+    long n, c, hw;
+} call;
+
+void deepsquare_call(const call *k) {
+    job j = {
+        .x = k->x, .grad = k->grad, .residual = k->residual, .result = k->result, .y = k->y, .dresidual = k->dresidual,
+        .factor = k->factor, .per_plane = k->per_plane, .alpha = k->alpha ? *k->alpha : 0,
+        .beta = k->beta ? *k->beta : 1, .n = k->n, .c = k->c, .hw = k->hw};
+    run_job(&j, (int)k->kernel, (int)k->format, (int)k->channels_last, k->threads);
+}
+
+/* The end of a building block, as cpu.py packs it. */
 typedef struct {
     long kernel, format, channels_last, threads;
     const void *z, *shortcut;
@@ -295,7 +314,7 @@ int deepsquare_block_end(const block_end *e) {
         affine_of(e->norms[k], (float)e->eps[k], e->c, (float *)j.a[k], (float *)j.b[k]);
     }
     j.tasks = e->channels_last ? e->n * ((e->c + j.width - 1) / j.width) : e->n * e->c;
-    j.run = selected[e->format][e->kernel][e->channels_last];
+    j.run = find_runner((int)e->kernel, (int)e->format, (int)e->channels_last);
     start(&j, e->threads);
     free(affine);
     return 1;

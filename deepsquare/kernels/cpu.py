@@ -42,23 +42,10 @@ class Kernel(IntEnum):
     BLOCK_SHUFFLE = 13
 
 
-_FIELDS = (
-    (ctypes.c_void_p, ("x", "grad", "residual", "result")),  # input maps; result is the output of the forward pass
-    (ctypes.c_void_p, ("y", "dresidual")),  # output maps; y is the gradient of x in a backward kernel
-    (ctypes.c_void_p, ("factor", "per_plane")),  # float32, one or two per plane: input of POOL_BACKWARD; output
-    (ctypes.c_float, ("alpha", "beta")),
-    (ctypes.c_long, ("n", "c", "hw")),  # batch size, channels, spatial positions
-    # deepsquare_run sets the others: 1 / hw, how the work is split into tasks, and the sums of the first pass.
-    (ctypes.c_double, ("inverse",)),
-    (ctypes.c_long, ("nontemporal", "tasks", "parts", "pass_")),
-    (ctypes.c_void_p, ("sums", "run")),
-)
-
-
-class _Job(ctypes.Structure):
-    """``struct job`` of ``cpu.c``."""
-
-    _fields_ = tuple((name, kind) for kind, names in _FIELDS for name in names)
+# What the C functions read, packed into bytes: a call then passes one argument, and no tensor's value becomes Python's.
+_CALL = struct.Struct("@4l10P3l")  # ``call`` of ``cpu.c``
+_BLOCK_END = struct.Struct("@4l11P2d2P7l")  # ``block_end`` of ``cpu.c``
+NO_NORM = (0, 0, 0, 0)
 
 
 @functools.cache
@@ -75,9 +62,8 @@ def library() -> ctypes.CDLL | None:
     except (AttributeError, OSError, StopIteration):
         return None
     compiled.deepsquare_use_threads(*openmp)
-    compiled.deepsquare_run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    compiled.deepsquare_run.restype = None
-    compiled.deepsquare_block_end.argtypes = (ctypes.c_char_p,)
+    compiled.deepsquare_call.argtypes = compiled.deepsquare_block_end.argtypes = (ctypes.c_char_p,)
+    compiled.deepsquare_call.restype = None
     return compiled if compiled.deepsquare_select(WIDEST_VECTORS) else None
 
 
@@ -87,47 +73,56 @@ def supports(x: Tensor) -> bool:
 
 
 def launch(
-    kernel: Kernel, x: Tensor, *, alpha: Tensor | None = None, beta: Tensor | None = None, **tensors: Tensor
-) -> None:
-    """Run ``kernel`` on the map ``x``; maps among ``tensors`` have the type and layout of ``x``. No β is β = 1."""
+    kernel: Kernel, x: Tensor, *, grad: Tensor | None = None, residual: Tensor | None = None,
+    result: Tensor | None = None, y: Tensor | None = None, dresidual: Tensor | None = None,
+    factor: Tensor | None = None, per_plane: Tensor | None = None,
+    alpha: Tensor | None = None, beta: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run ``kernel`` on the map ``x``; the other maps have its type and layout. No β is β = 1.
+
+    ``y`` and ``dresidual`` are output maps, ``y`` the gradient of ``x`` in a backward kernel; ``result`` is the output
+    of the forward pass. ``factor`` and ``per_plane`` are float32 with one or two values per plane: an input of
+    ``POOL_BACKWARD``, and an output.
+    """
     compiled = library()
     assert compiled is not None
+    if alpha is not None and alpha.dtype is not torch.float32:
+        alpha = alpha.float()
+    if beta is not None and beta.dtype is not torch.float32:
+        beta = beta.float()
     n, c = (1, 1) if kernel >= Kernel.RELU_SQUARE else x.shape[:2]
-    scalars = {"alpha": 0.0 if alpha is None else alpha.item(), "beta": 1.0 if beta is None else beta.item()}
-    job = _Job(x=x.data_ptr(), n=n, c=c, hw=x.numel() // (n * c), **scalars)
-    for name, tensor in tensors.items():
-        setattr(job, name, tensor.data_ptr())
-    channels_last = not x.is_contiguous()
-    compiled.deepsquare_run(ctypes.byref(job), kernel, _FORMATS[x.dtype], channels_last, torch.get_num_threads())
-
-
-NO_NORM = (0, 0, 0, 0)
-_BLOCK_END = struct.Struct("=15q2d9q")  # ``block_end`` of ``cpu.c``
+    maps = (grad, residual, result, y, dresidual, factor, per_plane, alpha, beta)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in maps]
+    layout = not x.is_contiguous(), torch.get_num_threads()
+    compiled.deepsquare_call(
+        _CALL.pack(kernel, _FORMATS[x.dtype], *layout, x.data_ptr(), *addresses, n, c, x.numel() // (n * c))
+    )
 
 
 def block_end(
-    kernel: Kernel, z: Tensor, shortcut: Tensor, y: Tensor, *, norms: Sequence[int], eps: Sequence[float],
-    alpha: int, beta: int, relu: Sequence[bool],
+    kernel: Kernel, z: Tensor, shortcut: Tensor, y: Tensor, norms: Sequence[int], eps: Sequence[float],
+    scalars: Sequence[int], relu: Sequence[bool],
 ) -> None:  # fmt: skip
     """The end of a building block at inference, ``BLOCK_ADD`` or ``BLOCK_SHUFFLE``, from ``z`` and ``shortcut``.
 
     ``norms`` are the addresses of the running mean and variance, weight and bias of the normalization of ``z``, then of
-    ``shortcut``, ``alpha`` and ``beta`` those of the excitation: all of float32 values, 0 for what is not there.
+    ``shortcut``, ``scalars`` those of the excitation's α and β: all of float32 values, 0 for what is not there.
     """
     compiled = library()
     assert compiled is not None
-    n, c = z.shape[:2]
+    shape = z.shape
+    n, c = shape[0], shape[1]
     hw = z.numel() // (n * c)
     channels_last = not z.is_contiguous()
     image, row = c * hw, c
-    if not shortcut.is_contiguous(memory_format=memory_layout(z) or torch.contiguous_format):
+    if channels_last or not shortcut.is_contiguous():
         strides = _slice_strides(shortcut, channels_last)
         if strides is None:
             shortcut, strides = match_layout(shortcut, z), (image, row)
         image, row = strides
     packed = _BLOCK_END.pack(
         kernel, _FORMATS[z.dtype], channels_last, torch.get_num_threads(), z.data_ptr(), shortcut.data_ptr(),
-        y.data_ptr(), *norms, *eps, alpha, beta, *relu, n, c, hw, image, row,
+        y.data_ptr(), *norms, *eps, *scalars, *relu, n, c, hw, image, row,
     )  # fmt: skip
     if not compiled.deepsquare_block_end(packed):
         raise MemoryError("the end of a building block")

@@ -10,14 +10,10 @@
 /* What the values of one branch are computed with; `shared` by all values of a row, or one for each. */
 typedef struct { const float *a, *b, *scale; floats floor; } NAME(branch);
 
-INLINE floats NAME(at_least)(floats floor, floats v) { /* keeps NaN */
-    masks below = v < floor;
-    return (floats)(((masks)floor & below) | ((masks)v & ~below));
-}
-
 INLINE floats NAME(value)(const T *p, long i, long left, const NAME(branch) * b, int shared) {
     floats factor = shared ? splat(*b->a) : load_float(b->a + i), offset = shared ? splat(*b->b) : load_float(b->b + i);
-    return NAME(at_least)(b->floor, NAME(read)(p + i, left) * factor + offset);
+    floats v = NAME(read)(p + i, left) * factor + offset;
+    return choose(v < b->floor, b->floor, v); /* keeps NaN */
 }
 
 INLINE floats NAME(scaled)(const T *p, long i, long left, const NAME(branch) * b, int shared) {
@@ -73,8 +69,8 @@ INLINE void NAME(energies)(const T *z, long rows, long width, long stride, const
             tail += where(counted, v * v);
         }
         if (row % BLOCK < BLOCK - 1 && row < rows - 1) continue;
-        for (long k = 0; k < whole; k++) accumulate(energies + k * LANES, part[k], 0);
-        if (rest) accumulate(energies + overlap, tail, 0);
+        for (long k = 0; k < whole; k++) accumulate(energies + k * LANES, part[k]);
+        if (rest) accumulate(energies + overlap, tail);
     }
 }
 
@@ -119,24 +115,34 @@ INLINE void NAME(woven)(
     }
 }
 
+/* s of `count` planes or channels; arrays are padded to whole vectors. */
+INLINE void NAME(scales)(const job *j, const double *energies, long count, float *scale) {
+    for (long k = 0; k < count; k += LANES) {
+        floats s = splat(1);
+        if (j->excited) s = excitation(from_doubles(energies + k, j->inverse), j->alpha, j->beta).scale;
+        store_float(scale + k, s);
+    }
+}
+
 INLINE void NAME(block_planes)(const job *j, long from, long to, long hw, int kernel) {
     enum { L1 = 1 << 12, MOST = 16 }; /* values, planes */
     static const float one = 1;
+    double energies[MOST] = {0};
     float scale[MOST];
     long group = L1 / hw, count;
     group = group < 1 ? 1 : group < MOST ? group : MOST;
     for (long plane = from; plane < to; plane += count) {
         count = to - plane < group ? to - plane : group;
-        for (int step = j->excited ? 0 : 1; step < 2; step++)
+        for (int sums = j->excited ? 1 : 0; sums >= 0; sums--) {
+            if (!sums) NAME(scales)(j, energies, count, scale);
             for (long k = 0; k < count; k++) {
                 long image = (plane + k) / j->c, channel = (plane + k) % j->c;
                 const T *z = (const T *)j->x + (plane + k) * hw;
                 const T *shortcut = (const T *)j->residual + image * j->image + channel * hw;
-                NAME(branch) main = {j->a[0] + channel, j->b[0] + channel, j->excited ? scale + k : &one, splat(j->floor[0])};
+                NAME(branch) main = {j->a[0] + channel, j->b[0] + channel, scale + k, splat(j->floor[0])};
                 NAME(branch) other = {j->a[1] + channel, j->b[1] + channel, &one, splat(j->floor[1])};
-                if (step == 0) {
-                    float mean = (float)(NAME(energy)(z, shortcut, hw, &main) * j->inverse);
-                    scale[k] = excitation(mean, j->alpha, j->beta).scale;
+                if (sums) {
+                    energies[k] = NAME(energy)(z, shortcut, hw, &main);
                 } else if (kernel == BLOCK_ADD) {
                     NAME(added)(z, shortcut, (T *)j->y + (plane + k) * hw, hw, &main, &other, 1);
                 } else {
@@ -144,6 +150,7 @@ INLINE void NAME(block_planes)(const job *j, long from, long to, long hw, int ke
                     NAME(copied)(z, (T *)j->y + (2 * (plane + k) + 1) * hw, hw, &main);
                 }
             }
+        }
     }
 }
 
@@ -159,8 +166,7 @@ INLINE void NAME(block_chunks)(const job *j, long from, long to, int kernel) {
         NAME(branch) main = {j->a[0] + first, j->b[0] + first, scale, splat(j->floor[0])};
         NAME(branch) other = {j->a[1] + first, j->b[1] + first, scale, splat(j->floor[1])};
         if (j->excited) NAME(energies)(z, j->hw, width, j->c, &main, energies);
-        for (long k = 0; k < width; k++)
-            scale[k] = j->excited ? excitation((float)(energies[k] * j->inverse), j->alpha, j->beta).scale : 1;
+        NAME(scales)(j, energies, width, scale);
         for (long row = j->hw - 1; row >= 0; row--) { /* the last rows are still in the L1 cache */
             const T *shortcut = (const T *)j->residual + image * j->image + row * j->row + first;
             long at = (image * j->hw + row) * j->c + first;

@@ -1,5 +1,7 @@
 """The end of a building block, run in one pass where the tensors and modules allow it."""
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +24,15 @@ class BlockPass:
         self.written_out = compile_graph(end.written_out(), modules)
         self.shuffled, self.casts = end.shuffled, end.casts
         self.main, self.shortcut = _Side(end.main, modules), _Side(end.shortcut, modules)
+        self.kernel = cpu.Kernel.BLOCK_SHUFFLE if end.shuffled else cpu.Kernel.BLOCK_ADD
         self.fresh = is_fresh(end.main.source, modules)
+        self.parameters = _Addresses()
         excited = end.main.excited
         self.excitation: Any = None if excited is None else excited.get_submodule(EXCITATION)
         # Their hooks are not called, or would see what is overwritten.
         self.modules: list[nn.Module] = [*end.modules(modules)]
         if excited is not None:
-            self.modules.append(self.excitation)
+            self.modules.append(excited.get_submodule(EXCITATION))
         if self.fresh:
             self.modules.append(modules[str(end.main.source.target)])
 
@@ -52,34 +56,40 @@ class BlockPass:
         return DF.square_excitation_add_relu(branch, alpha, residual, beta, inplace=True)
 
     def _without_grad(self, z: Tensor, shortcut: Tensor) -> Tensor | None:
-        """The whole end in one pass."""
-        backend = kernels.backend_for(z, shortcut)
-        if backend is not cpu:
-            return None if backend is None else self._with_grad(z, shortcut)
-        if z.shape != shortcut.shape or (z.dtype is not shortcut.dtype and not self.casts):
+        """The whole end in one pass. Whether something compiles or transforms operations, the block has asked."""
+        if type(z) is not Tensor or type(shortcut) is not Tensor or z.shape != shortcut.shape or z.ndim < 3:
             return None
-        alpha = beta = 0
-        if self.excitation is not None:
-            alpha, beta = _address(self.excitation.alpha), _address(beta_of(self.excitation))
-            if alpha < 0 or beta < 0:
-                return None
-        fresh, relu, norms = self.fresh, self.shortcut.relu, self.main.addresses()
-        if norms is None:
-            z, fresh, norms = self.main.normalized(z), True, cpu.NO_NORM
-        norms_of_shortcut = self.shortcut.addresses()
-        if norms_of_shortcut is None:
-            shortcut, relu, norms_of_shortcut = self.shortcut.written_out(shortcut), False, cpu.NO_NORM
+        if not z.is_cpu:
+            return self._with_grad(z, shortcut)
+        if shortcut.dtype is not z.dtype and self.casts:
+            shortcut = shortcut.to(z.dtype)
+        scalars = self._scalars()
+        known = shortcut.dtype is z.dtype and shortcut.is_cpu and not shortcut.is_neg() and cpu.supports(z)
+        if scalars is None or not known:
+            return None
+        main, other = self.main, self.shortcut
+        channels, fresh, relu = z.shape[1], self.fresh, other.relu
+        norm, norm_of_shortcut = main.numbers(channels), other.numbers(channels)
+        if norm is None:
+            z, fresh, norm = main.normalized(z), True, cpu.NO_NORM
+        if norm_of_shortcut is None:
+            shortcut, relu, norm_of_shortcut = other.written_out(shortcut), False, cpu.NO_NORM
         if self.shuffled:
             n, c, *spatial = z.shape
             y = torch.empty(n, 2 * c, *spatial, dtype=z.dtype, memory_format=cpu.memory_layout(z))
         else:
             y = z if fresh else torch.empty_like(z)
-        cpu.block_end(
-            cpu.Kernel.BLOCK_SHUFFLE if self.shuffled else cpu.Kernel.BLOCK_ADD, z, shortcut.to(z.dtype), y,
-            norms=(*norms, *norms_of_shortcut), eps=(self.main.eps, self.shortcut.eps), alpha=alpha, beta=beta,
-            relu=(self.main.relu, relu),
-        )  # fmt: skip
+        eps = (main.norm.eps if main.affine else 0.0, other.norm.eps if other.affine else 0.0)
+        cpu.block_end(self.kernel, z, shortcut, y, (*norm, *norm_of_shortcut), eps, scalars, (main.relu, relu))
         return y
+
+    def _scalars(self) -> Sequence[int] | None:
+        """Where α and β are; None for what a kernel cannot read."""
+        excitation = self.excitation
+        if excitation is None:
+            return 0, 0
+        alpha = excitation._parameters.get("alpha")
+        return None if alpha is None else self.parameters.read((alpha, beta_of(excitation)))
 
 
 class _Side:
@@ -91,30 +101,48 @@ class _Side:
         self.relu = branch.relu
         self.base = nn.Identity if branch.norm is None else base_class(branch.norm)
         self.affine = self.base in NORMS
-        self.eps: float = getattr(branch.norm, "eps", 0.0)
+        self.parameters = _Addresses()
 
     def normalized(self, x: Tensor) -> Tensor:
         """The branch up to its normalization, without what is inserted there."""
         normalized: Tensor = x if self.norm is None else self.base.forward(self.norm, x)
         return normalized
 
-    def addresses(self) -> tuple[int, ...] | None:
-        """Where the normalization's numbers are; None where it is not a fixed affine function."""
+    def numbers(self, channels: int) -> Sequence[int] | None:
+        """Where the running mean and variance, weight and bias are; None where it is not a fixed affine function."""
         norm = self.norm
         if norm is None:
             return cpu.NO_NORM
-        buffers, parameters = norm._buffers, norm._parameters
-        mean = buffers.get("running_mean")
-        if norm.training or mean is None or not self.affine:
+        if not self.affine or norm.training:
             return None
-        tensors = (mean, buffers.get("running_var"), parameters.get("weight"), parameters.get("bias"))
-        addresses = tuple(map(_address, tensors))
-        return None if min(addresses) < 0 or tensors[1] is None else addresses
+        buffers, parameters = norm._buffers, norm._parameters
+        mean, variance = buffers.get("running_mean"), buffers.get("running_var")
+        if mean is None or variance is None or mean.numel() != channels:
+            return None
+        return self.parameters.read((mean, variance, parameters.get("weight"), parameters.get("bias")))
 
 
-def _address(tensor: Tensor | None) -> int:
-    """Where the float32 values of a tensor are; 0 for None, -1 for a tensor that a kernel cannot read."""
-    if tensor is None:
-        return 0
+class _Addresses:
+    """Where the values of float32 tensors are. The tensors are checked when they, or their memory, are others."""
+
+    def __init__(self) -> None:
+        self.known: tuple[tuple[Tensor | None, ...], list[int]] = ((), [])
+
+    def read(self, tensors: tuple[Tensor, *tuple[Tensor | None, ...]]) -> list[int] | None:
+        """Their addresses, 0 for None; None if a kernel cannot read them."""
+        known, addresses = self.known
+        if known and all(map(operator.is_, tensors, known)):
+            now = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            if now == addresses:
+                return now
+        for tensor in tensors:
+            if tensor is not None and not (_is_plain(tensor) and tensor.shape == tensors[0].shape):
+                return None
+        now = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self.known = tensors, now
+        return now
+
+
+def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor) in _PLAIN_TYPES and tensor.dtype is torch.float32 and tensor.is_cpu
-    return tensor.data_ptr() if plain and tensor.is_contiguous() else -1
+    return plain and tensor.is_contiguous()

@@ -42,8 +42,8 @@ def ended(
     addresses = [
         0 if norm is None else tensor.data_ptr() for norm in norms for tensor in (norm or [torch.empty(0)] * 4)
     ]
-    scalars = {name: 0 if t is None else t.data_ptr() for name, t in (("alpha", alpha), ("beta", beta))}
-    cpu.block_end(kernel, z, shortcut, y, norms=addresses, eps=EPS, relu=relu, **scalars)
+    scalars = [0 if tensor is None else tensor.data_ptr() for tensor in (alpha, beta)]
+    cpu.block_end(kernel, z, shortcut, y, addresses, EPS, scalars, relu)
     return y
 
 
