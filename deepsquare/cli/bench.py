@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 def commands() -> dict[str, Callable[..., None]]:
     """The benchmarks by name."""
-    from deepsquare.paper.bench import activations, data, deployment, models, ops, train
+    from deepsquare.paper.bench import activations, data, deployment, excitation_onnx, models, ops, train
 
     return {
         "train": train.run,
@@ -14,4 +14,5 @@ def commands() -> dict[str, Callable[..., None]]:
         "activations": activations.run,
         "data": data.run,
         "deployment": deployment.run,
+        "excitation-onnx": excitation_onnx.run,
     }
