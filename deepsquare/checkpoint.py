@@ -10,6 +10,8 @@ import math
 import re
 import warnings
 from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from deepsquare._archive import check_archive
 from deepsquare._files import atomic_write
 from deepsquare.header import NO_HEADER, Header, PathLike, RunInfo, is_pickled, read_header
-from deepsquare.models import WEIGHT_KWARGS, ModelConfig, count_values, create_model
+from deepsquare.models import WEIGHT_KWARGS, ModelConfig, create_model, create_on_meta
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import (
     PREFIX,
@@ -111,16 +113,13 @@ def load(path: PathLike, spec: str | None = None, init: Init | None = None) -> n
         from deepsquare import timm_models  # noqa: F401  # registers the name with timm
     kwargs = {key: value for key, value in header.kwargs.items() if key not in WEIGHT_KWARGS}
     tensors, terms = _read_tensors(path), {term.name for term in parse_spec(header.spec)}
-    _check_size(header, kwargs, tensors, path)
     kwargs |= {"dropout": header.dropout, "input_shape": header.input_shape, "init": init or header.init}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* with γ = 0")  # the weights are loaded below
-        try:
-            model = create_model(header.name, header.spec if spec is None else spec, **kwargs)
-        except ValueError as error:
-            raise ValueError(f"{path} holds {header.name}: {error}") from error
-    if header.folded:
-        model = fold(model.eval())
+    stored = sum(value.numel() for value in tensors.values())
+    build = partial(_build, header, header.spec if spec is None else spec, kwargs, path, stored)
+    # First without memory: a header may name any size, and the file shows whether it is true.
+    dry_run = partial(create_on_meta, max_calls=CALLS[0] + CALLS[1] * len(tensors))
+    _require_fit(build(dry_run), tensors, path, header, terms)
+    model = build(create_model)
     for key, value in (*model.named_parameters(), *model.named_buffers()):
         if key in tensors and (tensors[key].dtype in FLOATS or not value.is_floating_point()):
             value.data = value.data.to(tensors[key].dtype)
@@ -190,20 +189,25 @@ def _read_tensors(path: PathLike) -> dict[str, Tensor]:
         raise ValueError(f"the tensors of {path} cannot be read ({error}); fetch or save it again") from error
 
 
-def _check_size(header: Header, kwargs: dict[str, Any], tensors: dict[str, Tensor], path: PathLike) -> None:
-    """Refuse a header whose model is far larger than the file, before the model takes memory."""
-    assert header.name is not None
-    stored = sum(value.numel() for value in tensors.values())
+def _build(
+    header: Header, spec: str, kwargs: dict[str, Any], path: PathLike, stored: int, create: Callable[..., nn.Module]
+) -> nn.Module:
+    """The model of a header, by ``create``, if it has no more values than a file with ``stored`` may have."""
     try:
-        max_calls = CALLS[0] + CALLS[1] * len(tensors)
-        values = count_values(header.name, header.spec, header.input_shape, kwargs, max_calls)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* with γ = 0")  # the weights are loaded later
+            model = create(header.name, spec, **kwargs)
+    except MemoryError:
+        raise
     except Exception as error:  # kwargs that the builder does not check can fail anywhere
-        raise ValueError(f"{path} holds a model that cannot be built: {error}") from error
+        raise ValueError(f"{path} holds {header.name}, which cannot be built: {error}") from error
+    values = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if values > VALUES[0] + VALUES[1] * stored:
         raise ValueError(
-            f"{path} does not fit its header: {header.name} with spec {header.spec!r} and kwargs {header.kwargs} has "
+            f"{path} does not fit its header: {header.name} with spec {spec!r} and kwargs {header.kwargs} has "
             f"{values} values, the file {stored}; fetch or save it again"
         )
+    return fold(model.eval()) if header.folded else model
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -245,11 +249,11 @@ def _add_betas(tensors: dict[str, Tensor], model: nn.Module, path: PathLike, ter
     return tensors | full
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header, terms: set[str]) -> list[str]:
-    """Load ``tensors`` into ``model``, all or none; return the keys that the file, with these terms, lacks."""
-    tensors, expected = _add_betas(tensors, model, path, terms), model.state_dict()
-    for key in filter(is_spec_key, list(expected)):
-        del expected[key]
+def _require_fit(
+    model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header, terms: set[str]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors for the state of ``model``, and its keys that the file, with these terms, lacks; or an error."""
+    tensors, expected = _add_betas(tensors, model, path, terms), _state(model)
     new = [key for key in expected if key not in tensors and PREFIX in key and not header.folded]
     problems = [f"{key} is missing" for key in expected if key not in tensors and key not in new]
     unknown = (key for key in tensors if key not in expected)
@@ -268,7 +272,20 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: 
             "changes, and use deepsquare.load_weights; load weights of a base model before equipping it with a "
             "technique that widens its classifier"
         )
-    before = copy.deepcopy(expected)
+    return tensors, new
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    expected = model.state_dict()
+    for key in filter(is_spec_key, list(expected)):
+        del expected[key]
+    return expected
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], path: PathLike, header: Header, terms: set[str]) -> list[str]:
+    """Load ``tensors`` into ``model``, all or none; return the keys that the file, with these terms, lacks."""
+    tensors, new = _require_fit(model, tensors, path, header, terms)
+    before = copy.deepcopy(_state(model))
     state = OrderedDict(tensors)
     state._metadata = before._metadata  # type: ignore[attr-defined]  # the modules' versions: MNASNet needs them
     try:

@@ -18,6 +18,8 @@ from deepsquare.surgery.inputs import check_sides
 
 PathLike = str | os.PathLike[str]
 VERSION = 2
+MAX_NUMBER = 10_000  # in kwargs; builders repeat blocks and fill lists by them
+MAX_ENTRIES = 100  # of a list in kwargs
 MAX_LENGTH = 10_000  # of the JSON of each field but preprocessing, in characters
 
 
@@ -28,6 +30,17 @@ class RunInfo:
     row: str  # its label
     seed: int
     init_from: str | None = None  # the row whose trained weights it started from; None for random weights
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """Bound the numbers in kwargs, and their lists, but for ``num_classes``: the file has a weight for each class."""
+    if isinstance(value, (list, tuple, dict)):
+        if len(value) > MAX_ENTRIES:
+            raise ValueError(f"{name[:40]} has {len(value)} entries; expected at most {MAX_ENTRIES}")
+        for key, entry in value.items() if isinstance(value, dict) else ((name, entry) for entry in value):
+            _check_numbers(str(key), entry)
+    elif isinstance(value, (int, float)) and abs(value) > MAX_NUMBER and name != "num_classes":
+        raise ValueError(f"{name[:40]} is {value:g}; expected numbers up to {MAX_NUMBER} in kwargs")
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Header:
         parse_spec(self.spec)
         if self.input_shape is not None:
             check_sides(self.input_shape)
+        _check_numbers("kwargs", self.kwargs)
 
     def dumps(self) -> dict[str, str]:
         """As the metadata of a safetensors file."""

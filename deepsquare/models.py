@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from deepsquare.surgery import Init, equip, equip_record, format_spec, parse_spec
-from deepsquare.surgery.spec import COUNTS
+from deepsquare._dry_run import DryRun
+from deepsquare.surgery import Init, equip, equip_record
 
 
 @dataclass(frozen=True)
@@ -115,46 +114,31 @@ def create_model(
         input_shape: shape of one input without the batch, if not the model's default; GE-θ is built for it.
         kwargs: passed to the library's builder (``num_classes``; torchvision's ``weights``, timm's ``pretrained``, …).
     """
-    model = _build(name, kwargs)
+    return _equip(_build(name, kwargs), spec, init=init, dropout=dropout, input_shape=input_shape)
+
+
+def _equip(model: nn.Module, spec: str, *, dropout: float | None, **options: Any) -> nn.Module:
+    """Equip a model that was built by name, unless its name says how it is equipped."""
     if equip_record(model) is not None and not spec and dropout is None:
         return model
-    return equip(model, spec, init=init, dropout=dropout, input_shape=input_shape)
+    return equip(model, spec, dropout=dropout, **options)
 
 
-def count_values(
-    name: str, spec: str, input_shape: Sequence[int] | None, kwargs: dict[str, Any], max_calls: int
-) -> int:
-    """The number of values of a model, without its memory; an error after ``max_calls`` calls of torch.
-
-    Only terms that give their modules a size are counted: others add a few values, and equipping takes time.
-    """
-    sized = [term for term in parse_spec(spec) if COUNTS.keys() & term.technique.options.keys()]
+def create_on_meta(
+    name: str,
+    spec: str,
+    *,
+    max_calls: int,
+    init: Init = "paper",
+    dropout: float | None = None,
+    input_shape: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """As :func:`create_model`, without the memory of the model; an error after ``max_calls`` calls of torch."""
     with torch.device("meta"):
-        with _LimitedCalls(max_calls):
+        with DryRun(max_calls):
             model = _build(name, kwargs).to("meta")
-        if sized and equip_record(model) is None:
-            equip(model, format_spec(sized), input_shape=input_shape)
-    return sum(tensor.numel() for tensor in model.state_dict().values())
-
-
-class _LimitedCalls(TorchFunctionMode):
-    """An error after so many calls of torch; on the CPU what RegNets compute their widths by."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = self.left = limit
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise ValueError(f"more than {self.limit} tensors")
-        device = {"device": "cpu"} if func in (torch.arange, torch.tensor) else {}
-        result = func(*args, **{**device, **(kwargs or {})})
-        if isinstance(result, Tensor) and not result.is_meta and result.numel() > self.limit:
-            raise ValueError(f"{result.numel()} values computed in building it")
-        return result
+        return _equip(model, spec, init=init, dropout=dropout, input_shape=input_shape)
 
 
 def _build(name: str, kwargs: dict[str, Any]) -> nn.Module:

@@ -24,7 +24,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import deepsquare as ds
 import deepsquare.checkpoint
+from deepsquare._dry_run import DryRun
 from deepsquare.checkpoint import RunInfo, read_header
+from deepsquare.models import ModelConfig
 from deepsquare.preprocessing import Preprocessing
 from deepsquare.surgery import equip_record
 from deepsquare.training.distributed import end_process_group
@@ -420,11 +422,28 @@ HOSTILE: dict[str, tuple[dict[str, str | None], str]] = {
     "a long spec": ({"spec": '"' + "+".join(["pooling"] * 20_000) + '"'}, "spec has 160001 characters"),
     "iterations": ({"spec": '"isqrt_cov(iterations=100000000)"'}, "iterations is 100000000; expected 1 to 1000"),
     "no spec": ({"spec": '"timm/resnet152"'}, "header of .* is damaged .not a spec"),
-    "no site": ({"kwargs": '{"num_classes": 3, "global_pool": ""}', "name": '"timm/test_resnet"'}, "test_resnet: "),
+    "no site": (
+        {"kwargs": '{"num_classes": 3, "global_pool": ""}', "name": '"timm/test_resnet"'},
+        "test_resnet, which cannot be built",
+    ),
     "a wide module": ({"spec": '"bilinear(size=65536)"'}, "does not fit its header"),
+    "a long linspace": (
+        {"name": '"timm/convnext_atto"', "kwargs": '{"depths": [1, 1200000000, 1, 1]}'},
+        r"depths is 1.2e\+09; expected numbers up to 10000",
+    ),
+    "many blocks": (
+        {"name": '"timm/mobilenetv3_large_100"', "kwargs": '{"depth_multiplier": 3e5}'},
+        "depth_multiplier is 300000; expected numbers up to 10000",
+    ),
+    "a negative number": ({"kwargs": '{"a": {"b": [[-10001]]}}'}, "b is -10001; expected numbers up to 10000"),
+    "a long list": ({"kwargs": '{"layers": [' + "3, " * 100 + "3]}"}, "layers has 101 entries; expected at most 100"),
+    "a giant kernel": (
+        {"name": '"resnet18"', "kwargs": "{}", "spec": '"ge_theta"', "input_shape": "[3, 4700, 4700]"},
+        "does not fit its header: resnet18 .* has 343320132 values, the file 94310",
+    ),
     "sides": ({"input_shape": "[3, -32, 32]"}, "sides of at least 1"),
     "no sides": ({"input_shape": "[]"}, "sides of at least 1"),
-    "a large side": ({"input_shape": "[3, 100000000, 100000000]"}, r"2\*\*31 values"),
+    "a large side": ({"input_shape": "[3, 100000000, 100000000]"}, r"2\*\*26 values"),
     "10 dimensions": ({"input_shape": "[1,1,1,1,1,1,1,1,1,1]"}, "up to 5 sides"),
     "sides of strings": ({"input_shape": '["3", "32", "32"]'}, "Expected `int`"),
     "dropout": ({"dropout": "1e300"}, "Expected `float` <= 1"),
@@ -467,6 +486,59 @@ def test_kwargs_that_timm_does_not_check(kwargs: dict[str, Any], tmp_path: Path)
     rewrite(path, {"kwargs": json.dumps(kwargs)})
     with contextlib.suppress(ValueError):  # to refuse the file or to ignore an argument are both right
         ds.load(path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"name": '"resnet18"'}, {"spec": '"pooling+square(after=\'nothing\')"'}, {"kwargs": '{"num_classes": 4}'},
+        {"name": '"vanilla"'},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_built_before_the_shapes_of_the_file_fit(
+    case: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m"
+    ds.save(ds.create_model("vanilla_cnn", "pooling", num_classes=3), path)
+    rewrite(path, case)
+    monkeypatch.setattr(deepsquare.checkpoint, "create_model", lambda *args, **kwargs: pytest.fail("it is built"))
+    with pytest.raises(ValueError, match=r"does not fit|cannot be built"):
+        ds.load(path)
+
+
+LARGE: dict[str, Callable[[], object]] = {
+    "a factory": lambda: torch.linspace(0, 1, 10**12, device="cpu"),
+    "a default": lambda: torch.arange(10**12),
+    "pairs": lambda: torch.arange(4096)[:, None] - torch.arange(4096),
+    "copies": lambda: torch.tensor([1.0]).repeat(10**12),
+    "many": lambda: [torch.zeros(2**20, device="cpu") for _ in range(17)],
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_dry_run_computes_few_values(case: str) -> None:
+    with torch.device("meta"), DryRun(1000), pytest.raises(ValueError, match="more than 16777216 values computed"):
+        LARGE[case]()
+
+
+def test_a_dry_run_computes_what_a_builder_reads() -> None:
+    with torch.device("meta"), DryRun(1000):
+        widths = (torch.arange(4) * 2.5 + torch.linspace(0, 3, 4, device="cpu")).round()
+        assert widths.tolist() == [0, 4, 7, 10]
+        assert [float(part.sum()) for part in torch.split(widths, [1, 3])] == [0, 21]
+        assert torch.zeros(10**12).is_meta
+    with torch.device("meta"), DryRun(10), pytest.raises(ValueError, match="more than 10 calls of torch"):
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+
+
+@pytest.mark.parametrize("kwargs", [{"a": 10_001}, {"a": [1, {"b": 1e9}]}])
+def test_what_could_not_be_read_again_is_not_saved(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    model = ds.vanilla_cnn()
+    model.deepsquare_config = ModelConfig("vanilla_cnn", kwargs)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="expected numbers up to 10000 in kwargs"):
+        ds.save(model, tmp_path / "m")
+    assert not os.listdir(tmp_path)
 
 
 def test_what_a_builder_does_not_check_is_named() -> None:

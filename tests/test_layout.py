@@ -17,6 +17,7 @@ import deepsquare
 ROOT = Path(deepsquare.__file__).parent
 ORDER = (
     "_archive",
+    "_dry_run",
     "_files",
     "_memory",
     "_compat",

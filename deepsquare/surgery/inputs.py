@@ -17,7 +17,7 @@ OTHER_SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     2: ((32, 32), (320, 320)),
     3: ((32, 32, 32), (16, 224, 224)),
 }
-MAX_VALUES = 2**31  # of one input
+MAX_VALUES = 2**26  # of one input: 256 MiB in float32, as 64 frames of 1024×1024 in one channel
 AXES = {1: "(channels, length)", 2: "(channels, height, width)", 3: "(channels, frames, height, width)"}
 
 
@@ -53,10 +53,10 @@ def example_shape(model: nn.Module, input_shape: Sequence[int] | None = None) ->
 
 
 def check_sides(shape: Sequence[int]) -> None:
-    """Raise unless an input of ``shape`` can be: every side at least 1, and a tensor that torch can address."""
+    """Raise unless an input of ``shape`` can be: every side at least 1, and of the size of images and clips."""
     if len(shape) > 5 or min(shape, default=0) < 1 or math.prod(shape) > MAX_VALUES:
         raise ValueError(
-            f"input_shape is {tuple(shape[:6])}; expected up to 5 sides of at least 1, with up to 2**31 values in all"
+            f"input_shape is {tuple(shape[:6])}; expected up to 5 sides of at least 1, with up to 2**26 values in all"
         )
 
 
