@@ -98,7 +98,8 @@ static inline excited excitation(floats g, float alpha, float beta) {
     masks flat = identity | infinite;
     return (excited){
         choose(identity, splat(1 + (beta - beta)), 1 - beta + beta * scale), /* NaN for a β that is */
-        choose(flat, zero, beta * offset * inverse * inverse), choose(flat, zero, -2 * beta * alpha * scale * inverse),
+        choose(flat, zero, beta * offset * inverse * inverse),
+        choose(flat, splat(0 * alpha), -2 * beta * alpha * scale * inverse), /* NaN for an α that is, or infinite */
         choose(identity, zero, choose(infinite, splat(-1), -offset * inverse)), identity};
 }
 
@@ -314,7 +315,7 @@ int deepsquare_block_end(const block_end *e) {
         affine_of(e->norms[k], (float)e->eps[k], e->c, (float *)j.a[k], (float *)j.b[k]);
     }
     j.tasks = e->channels_last ? e->n * ((e->c + j.width - 1) / j.width) : e->n * e->c;
-    j.run = find_runner((int)e->kernel, (int)e->format, (int)e->channels_last);
+    j.run = find_runner(&j, (int)e->kernel, (int)e->format, (int)e->channels_last);
     start(&j, e->threads);
     free(affine);
     return 1;

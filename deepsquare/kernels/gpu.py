@@ -162,7 +162,7 @@ def _excitation(
     # One less itself is 0, or NaN for a β that is.
     scale = tl.where(one, 1 + (blend - blend), 1 - blend + blend * part)
     slope = tl.where(flat, 0.0, blend * tl.div_rn(tl.div_rn(offset, total), total))
-    alpha_slope = tl.where(flat, 0.0, blend * tl.div_rn(-2 * alpha * part, total))
+    alpha_slope = tl.where(flat, 0.0 * alpha, blend * tl.div_rn(-2 * alpha * part, total))
     beta_slope = tl.where(one, 0.0, tl.where(flat, -1.0, -tl.div_rn(offset, total)))
     return scale, slope, alpha_slope, beta_slope, one
 

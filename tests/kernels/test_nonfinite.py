@@ -50,7 +50,7 @@ def test_nonfinite_values_propagate_as_in_plain_operations(name: str, dtype: tor
                 place = tuple(int(torch.randint(side, (), generator=generator)) for side in shape)
                 tensor[place] = drawn(NONFINITE)
         x, residual, gradient = maps
-        alpha = torch.tensor([drawn((1.0, 0.5, 0.0, 1e-3, math.nan))])
+        alpha = torch.tensor([drawn((1.0, 0.5, 0.0, 1e-3, math.nan, math.inf))])
         y = FUNCTIONS[name](x, alpha, residual)
         compare(
             name, (x, alpha, residual), gradient.to(y.dtype) if y.shape == shape else gradient[:, :, 0, 0].to(y.dtype)

@@ -254,11 +254,11 @@ def test_other_networks_with_such_blocks(name: str, fused: list[Tensor]) -> None
 def test_shuffled_concatenations(name: str, layout: torch.memory_format, fused: list[Tensor]) -> None:
     x = images(3).contiguous(memory_format=layout)
     model: Any = ds.recalibrate_batchnorm(made(name), [x]).eval().to(memory_format=layout)
-    for form in (model, ds.fold(model)):
+    for form, ends in ((model, 16), (ds.fold(model), 0)):  # a folded one has no shuffles
         fused.clear()
         with torch.no_grad():
             y = form(x)
-            assert len(fused) == 16
+            assert len(fused) == ends
             assert all(end.is_contiguous(memory_format=layout) for end in fused)
             with kernels.without_kernels():
                 torch.testing.assert_close(y, form(x), rtol=0, atol=1e-4 * float(y.abs().max()))

@@ -71,7 +71,7 @@ def _create(backbone: str, spec: str, setting: Setting) -> nn.Module:
 
 def _fuse_block_ends(model: nn.Module) -> int:
     """Fuse the ends of the plain network's blocks in place; the number of fused blocks."""
-    return blocks.fuse_plain_blocks(model.eval())  # type: ignore[attr-defined, no-any-return]
+    return blocks.fuse_plain_blocks(model.eval())
 
 
 def _compile(model: nn.Module) -> Callable[[Tensor], Tensor]:
