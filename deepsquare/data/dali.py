@@ -19,8 +19,8 @@ from nvidia.dali.pipeline import Pipeline
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from deepsquare.data.limits import check_cost, jpeg_size
 from deepsquare.data.loader import Batch, BatchDataset
-from deepsquare.data.pil import check_cost, jpeg_size
 from deepsquare.data.source import DecodeError
 from deepsquare.data.transforms import CropParams
 

@@ -12,7 +12,7 @@ from torch import Tensor
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-MAX_BYTES = 2**30  # of an image's file; an uncompressed image of the largest size allowed has at most 720 MB
+MAX_BYTES = 300_000_000  # of an image's file; uncompressed RGB of the largest size allowed has 268 MB
 
 
 class DecodeError(ValueError):

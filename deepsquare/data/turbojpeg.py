@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepsquare.data.pil import CropFor, Pixels, check_cost, open_image
+from deepsquare.data.limits import check_cost
+from deepsquare.data.pil import CropFor, Pixels, open_image
 from deepsquare.data.transforms import CropParams
 
 MARGIN = 1.5  # with 1, images differ from torchvision's by up to 2.7 levels on average, with this by 0.8

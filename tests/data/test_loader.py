@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from deepsquare.data import Batch, Source, TrainTransform, available, batches, loader, open_source, write_shards
-from deepsquare.data.pil import MAX_SCANNED, check_cost, jpeg_size
+from deepsquare.data.limits import MAX_SCANNED, check_cost, jpeg_size
 from deepsquare.data.source import DecodeError
 from deepsquare.data.transforms import Transform, random_crop
 from deepsquare.preprocessing import Preprocessing
@@ -223,7 +223,6 @@ def test_the_scans_of_a_jpeg_are_counted_only_where_they_can_be_many() -> None:
     check_cost(progressive(23_860), 500, 375)
     with pytest.raises(DecodeError, match="23,861 scans of 500 × 375 pixels; expected at most 23,860"):
         check_cost(progressive(23_861), 500, 375)
-    assert jpeg_size(b"\xff\xd8" + b"\xff" * 10_000 + encode(draw_image(90, 90))[2:]) is None  # not common
     hidden = progressive(100_000).replace(b"\xff\xc2", b"\0\xff\xc2", 1)  # libjpeg skips a byte before a marker
     with pytest.raises(DecodeError, match=r"100,000 scans of 400 × 400 pixels; expected at most 27,962"):
         check_cost(hidden, 400, 400)

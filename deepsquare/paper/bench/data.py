@@ -20,7 +20,7 @@ from tyro.conf import Suppress
 from deepsquare._threads import cores
 from deepsquare.data import Source, TrainTransform, available, batches, open_source
 from deepsquare.data.folders import FolderSource
-from deepsquare.data.pil import jpeg_size
+from deepsquare.data.limits import jpeg_size
 from deepsquare.paper.bench import _common
 from deepsquare.paper.statistics import bounds_label, median, median_ratio
 
