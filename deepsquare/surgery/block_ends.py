@@ -195,7 +195,8 @@ def _interleaves(start: fx.Node, moves: list[fx.Node], output: fx.Node, channels
     """Whether ``moves`` alternate the channels of the two halves of ``start``: tried on numbered maps of two sizes."""
     shuffle = compile_graph(_subgraph([start], moves, output), {})
     for batch, *sides in ((2, 3, 5), (3, 4, 2)):
-        x = torch.arange(batch * 2 * channels * sides[0] * sides[1]).reshape(batch, 2 * channels, *sides)
+        count = batch * 2 * channels * sides[0] * sides[1]
+        x = torch.arange(count, device="cpu").reshape(batch, 2 * channels, *sides)  # also for models on meta
         try:
             y = shuffle(x)
         except Exception:  # it is written for one size

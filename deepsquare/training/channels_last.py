@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsquare.surgery.insertion import is_watched
+from deepsquare.surgery.insertion import base_class, is_watched
 
 
 def keep_channels_last(model: nn.Module) -> int:
@@ -26,7 +26,7 @@ def keep_channels_last(model: nn.Module) -> int:
 
     replacements: dict[nn.Module, Callable[..., Tensor]] = {}
     for module in model.modules():
-        if type(module) is InvertedResidual:
+        if base_class(module) is InvertedResidual:  # also one whose end is fused at inference
             replacements[module] = _shuffle_block
         elif type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
             replacements[module] = _global_pool

@@ -44,10 +44,11 @@ int main(int argc, char **argv) {
         float *factor = take(rows);
         void *x = take(map), *grad = take(map), *residual = take(map), *result = take(map);
         void *y = blank(map), *dresidual = blank(map), *per_plane = blank(rows);
-        job j = {.x = x, .grad = grad, .residual = residual, .result = result, .y = y, .dresidual = dresidual,
-                 .factor = factor, .per_plane = per_plane, .alpha = scalars[0], .beta = scalars[1],
-                 .n = head[3], .c = head[4], .hw = head[5]};
-        deepsquare_run(&j, (int)head[0], (int)head[1], (int)head[2], 1);
+        call k = {
+            .kernel = head[0], .format = head[1], .channels_last = head[2], .threads = 1, .x = x, .grad = grad,
+            .residual = residual, .result = result, .y = y, .dresidual = dresidual, .factor = factor,
+            .per_plane = per_plane, .alpha = scalars, .beta = scalars + 1, .n = head[3], .c = head[4], .hw = head[5]};
+        deepsquare_call(&k);
         give(y, map);
         give(dresidual, map);
         give(per_plane, rows);
