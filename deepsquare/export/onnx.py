@@ -37,25 +37,30 @@ class OnnxRuntime(Runtime):
                 str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0
             )
             text = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
-            inputs, outputs = session.get_inputs(), session.get_outputs()
+            inputs, outputs = (  # read here: a name need not be UTF-8
+                [(value.name, value.type, list(value.shape)) for value in values]
+                for values in (session.get_inputs(), session.get_outputs())
+            )
         except Exception as error:  # of classes that onnxruntime does not export
             raise ValueError(f"{path} is no ONNX file that onnxruntime can run: {_last_line(error)}") from error
         metadata = Metadata.loads(text, path)
-        described = [(value.type, len(value.shape)) for value in (*inputs, *outputs)]
+        described = [(kind, len(shape)) for _, kind, shape in (*inputs, *outputs)]
         if len(inputs) != 1 or described != [("tensor(float)", 4), ("tensor(float)", 2)]:
-            actual = "; ".join(f"{value.name[:40]}: {value.type} {value.shape}" for value in (*inputs, *outputs)[:4])
+            actual = "; ".join(f"{name[:40]}: {kind} {shape}" for name, kind, shape in (*inputs, *outputs)[:4])
             raise ValueError(
                 f"{path} has {len(inputs)} inputs and {len(outputs)} outputs ({actual}); expected images (N, 3, H, W) "
                 "and logits (N, K), as deepsquare export writes them"
             )
 
+        input_name, _, shape = inputs[0]
+
         def run(images: Tensor) -> Tensor:
             try:
-                return torch.from_numpy(session.run(None, {inputs[0].name: images.numpy()})[0])
+                return torch.from_numpy(session.run(None, {input_name: images.numpy()})[0])
             except Exception as error:  # of classes that onnxruntime does not export
                 raise ValueError(f"{path} does not run on {tuple(images.shape)}: {_last_line(error)}") from error
 
-        return RuntimeModel(metadata, tuple(inputs[0].shape), run)
+        return RuntimeModel(metadata, tuple(shape), run)
 
     def convert(
         self, model: nn.Module, images: Tensor, metadata: Metadata, calibration: Tensor | None, any_size: bool

@@ -133,3 +133,14 @@ def test_a_damaged_executorch_file_never_reaches_the_runtime(tmp_path: Path, mon
         with pytest.raises(ValueError, match=r"model\.pte (is no ExecuTorch program|has no checksum)"):
             load_exported(path)
     assert reached == []
+
+
+def test_a_dimension_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write(path, MEAN, inputs=(("images", onnx.TensorProto.FLOAT, ["batch_size", 3, 8, 8]),))
+    path.write_bytes(path.read_bytes().replace(b"batch_size", b"batch\xc3(ize"))
+    with pytest.raises(
+        ValueError, match=r"model\.onnx is no ONNX file that onnxruntime can run: 'utf-8' codec"
+    ) as caught:
+        load_exported(path)
+    assert type(caught.value) is ValueError

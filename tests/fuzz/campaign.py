@@ -85,7 +85,10 @@ def run(name: str, seconds: float, seed: int, folder: Path, found: Counter[str])
         python = "Uncaught Python exception" in printed
         found[KINDS[kind if kind != "crash" or python else "abort"]] += 1
         case.with_name(f"{case.name}.txt").write_text(printed, encoding="utf-8")
-    if done.returncode and not written:
+    if done.returncode and not written and "Uncaught Python exception" in printed:  # killed before it was written
+        found[KINDS["crash"]] += 1
+        (folder / f"crash-{found.total()}-not-written.txt").write_text(printed, encoding="utf-8")
+    elif done.returncode and not written:
         raise RuntimeError(f"{name} ended with {done.returncode} and without a case:\n{printed[-3000:]}")
     return int(count.read_text() or 0)
 
