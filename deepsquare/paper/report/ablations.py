@@ -276,7 +276,7 @@ _SECTIONS = {
     "DeepSquare6": (
         "DeepSquare6: does it diverge?",
         "Table 2 reports divergence without saying which form position 5_ has. Mean accuracy, with the lowest and the "
-        "highest of six seeds; a diverged run counts as 10%.",
+        "highest of the seeds; a diverged run counts as 10%.",
         _forms,
     ),
     "activations and depth": (
