@@ -1,12 +1,16 @@
 """The grid: killed at any point, shared by two, interrupted, or on Ray, it ends with the same rows."""
 
+import contextlib
 import importlib.util
 import os
+import queue
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from helpers.toy_grid import RUNS, Toy
 from deepsquare.models import create_model
 from deepsquare.paper.cifar10 import experiment as cifar10
 from deepsquare.paper.experiments import EXPERIMENTS
-from deepsquare.paper.grid import runner
+from deepsquare.paper.grid import backend, runner
 from deepsquare.paper.grid.backend import Workers
 from deepsquare.paper.grid.progress import Progress
 from deepsquare.paper.grid.runner import InMemoryTraining, Task, TrainingRun, checkpoint_of, run_grid
@@ -109,6 +113,19 @@ def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
     os.killpg(grid.pid, signal.SIGINT)  # as a terminal does
     assert wait(grid) != 0
     assert f"of {len(RUNS)} runs left; the same command resumes from the last epochs" in errors.read_text()
+
+
+def test_ctrl_c_while_a_condition_takes_back_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        with contextlib.ExitStack() as lock:
+            lock.callback(threading.Lock().release)  # which fails, as that of a condition then does
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "wait", interrupted)
+    waiting: Future[Row | None] = Future()
+    processes = backend.Backend(1, queue.SimpleQueue(), lambda task: waiting, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        list(processes.results({"run": lambda _: None}, silent))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

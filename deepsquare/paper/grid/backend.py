@@ -76,7 +76,12 @@ class Backend:
         """Run the tasks and yield the outcome of each when it ends; ``on_progress`` is called in this thread."""
         pending = {self.submit(task): key for key, task in tasks.items()}
         while pending:
-            finished, _ = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            try:
+                finished, _ = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            except RuntimeError as failure:
+                if isinstance(failure.__context__, KeyboardInterrupt):  # Ctrl-C while a condition took back its lock
+                    raise KeyboardInterrupt from failure
+                raise
             while not self.queue.empty():
                 on_progress(*self.queue.get())
             for future in finished:
