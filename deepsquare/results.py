@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from deepsquare._files import atomic_write, lock
+from deepsquare._terminal import printable
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +100,9 @@ class Store:
                     rows[number] = _decode(line, f"{self.path}, line {number}")
             except (ValueError, RecursionError) as error:
                 if number < len(lines):
-                    reason = f"{self.path}, line {number}: not a row ({error}); remove that line to continue"
+                    reason = (
+                        f"{self.path}, line {number}: not a row ({printable(str(error))}); remove that line to continue"
+                    )
                     raise ValueError(reason) from error
                 # No newline after it: the writer was stopped.
                 warnings.warn(f"{self.path}: the last line is truncated; its run will be repeated", stacklevel=2)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._compat import EXPORT_KEYS, rename_keys
+from deepsquare._terminal import printable
 from deepsquare.preprocessing import Preprocessing
 
 METADATA_KEY = "deepsquare"  # of the metadata in an exported file
@@ -49,7 +50,7 @@ class Metadata:
         try:
             return msgspec.convert(rename_keys(msgspec.json.decode(text), EXPORT_KEYS), cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ValueError(f"the metadata of {path} is damaged ({error}); export it again") from error
+            raise ValueError(f"the metadata of {path} is damaged ({printable(str(error))}); export it again") from error
 
 
 @dataclass(frozen=True)

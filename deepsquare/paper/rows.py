@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from deepsquare._terminal import printable
 from deepsquare.paper.regimes import TEST_IMAGES
 from deepsquare.results import Row, unpack_bits
 
@@ -128,7 +129,7 @@ def check_row(row: Row) -> None:
         if metrics.correct is not None:
             _check_correct(metrics.correct, metrics.accuracy, recipe.held_out or TEST_IMAGES)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ValueError(f"{row.row} of {row.experiment}, seed {row.seed}: {error}") from error
+        raise ValueError(printable(f"{row.row} of {row.experiment}, seed {row.seed}: {error}")) from error
 
 
 def _check_correct(text: str, accuracy: float | None, images: int) -> None:

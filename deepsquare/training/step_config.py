@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsquare._files import atomic_write, remove_stale_temps
+from deepsquare._terminal import printable
 from deepsquare.training.channels_last import keep_channels_last
 from deepsquare.training.loop import Batches, EpochMetrics, step, tune_malloc
 from deepsquare.training.matmul_conv import faster_as_matmul, use_matmul
@@ -221,7 +222,8 @@ def resume_or_choose(path: Path | None, resumed: bool, choose: Callable[[], Step
             return msgspec.json.decode(path.read_bytes(), type=StepChoice)
         except msgspec.MsgspecError as error:
             if resumed:
-                message = f"{path} is damaged ({error}); remove it and the checkpoint beside it to start the run again"
+                reason = printable(str(error))
+                message = f"{path} is damaged ({reason}); remove it and the checkpoint beside it to start the run again"
                 raise ValueError(message) from error
     elif resumed:
         return StepChoice(StepConfig(threads=torch.get_num_threads()))
