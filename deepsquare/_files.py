@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -41,14 +42,19 @@ def explain_full(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside ``path`` to write to; it replaces ``path`` when the block ends without an error."""
+    """A temporary path to write to; the file replaces ``path`` when the block ends without an error.
+
+    It is in a folder of its own beside ``path``, with what else the writer creates there.
+    """
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a folder; give the path of a file, such as a file in it")
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    folder = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = folder / path.name
     try:
         with explain_full(path):
+            folder.mkdir()
             temporary.touch()
             mode = temporary.stat().st_mode  # as the umask says; some writers set another
             yield temporary
@@ -57,13 +63,13 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        rmtree(folder, ignore_errors=True)
 
 
 def remove_stale_temps(path: Path) -> None:
-    """Remove temporary files of killed writers of ``path``; no process may be writing it now."""
-    for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}*"):
-        temporary.unlink(missing_ok=True)
+    """Remove the temporary folders of killed writers of ``path``; no process may be writing it now."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
+        rmtree(folder, ignore_errors=True)
 
 
 def append_checksum(buffer: io.BytesIO) -> None:

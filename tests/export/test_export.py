@@ -216,7 +216,7 @@ def test_constant_logits_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
             return 0 * x.mean((2, 3))
 
     stale = tmp_path / f".model.onnx.{'0' * 32}"  # of a killed export
-    stale.touch()
+    stale.mkdir()
     exported = export(Constant(), tmp_path / "model.onnx", IMAGES)
     assert exported.max_rel_error == 0
     assert "gives all images the same logits" in caplog.text
@@ -253,7 +253,7 @@ def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path, monkeypatch
 def test_two_exports_to_one_file_are_refused(tmp_path: Path) -> None:
     model, path = ds.create_model("vanilla_cnn").eval(), tmp_path / "model.onnx"
     with exclusive(tmp_path / ".model.onnx.lock", "the test", ""):
-        (other := tmp_path / f".model.onnx.{'0' * 32}").touch()  # what the other export writes
+        (other := tmp_path / f".model.onnx.{'0' * 32}").mkdir()  # what the other export writes
         with pytest.raises(InUseError, match=rf"{path} is in use by process {os.getpid()} on .*; wait until that expo"):
             export(model, path, IMAGES)
         assert other.exists()

@@ -88,7 +88,7 @@ def test_a_grid_killed_several_times_ends_with_the_rows_of_an_uninterrupted_one(
         assert later == {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("*.pt")}, "still running"
     assert len(stored(store)) < len(RUNS)
     for path in checkpoints.glob("*.pt"):  # as a kill in the middle of a write leaves it
-        path.with_name(f".{path.name}.{'0' * 32}").touch()
+        path.with_name(f".{path.name}.{'0' * 32}").mkdir()
     assert wait(start(toy_grid.run, store, stderr=errors)) == 0, errors.read_text()
     assert f"{len(RUNS)} of {len(RUNS)}" in errors.read_text()
     assert stored(store) == expected
@@ -250,7 +250,7 @@ def test_the_choice_is_removed_with_the_checkpoint(tmp_path: Path) -> None:
     checkpoint.parent.mkdir()
     for suffix in (".pt", ".json", ".lock"):
         checkpoint.with_suffix(suffix).touch()
-        checkpoint.with_name(f".{checkpoint.with_suffix(suffix).name}.{'0' * 32}").touch()
+        checkpoint.with_name(f".{checkpoint.with_suffix(suffix).name}.{'0' * 32}").mkdir()
     runner.remove_checkpoint(RUNS[0], tmp_path / "rows.jsonl")
     assert list(checkpoint.parent.iterdir()) == []
 

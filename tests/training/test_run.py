@@ -323,7 +323,9 @@ def test_a_resumed_run_completes_its_log_and_removes_temporary_files(
         (first + last, [first, without_times]),
     ):
         log.write_text(damaged)
-        (run / f".model.safetensors.{'0' * 32}").touch()  # of a killed writer
+        temporary = run / f".model.safetensors.{'0' * 32}" / ".tmpCiwvTt"  # of safetensors in a killed writer
+        temporary.parent.mkdir()
+        temporary.touch()
         train("run", recipe, data, run, resume=True, **options)  # type: ignore[arg-type]
         *lines, end = log.read_text().splitlines(keepends=True)
         assert lines == expected
