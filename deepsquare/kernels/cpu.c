@@ -43,14 +43,20 @@ enum kernel { /* the order of Kernel in cpu.py */
     POOL, POOL_BACKWARD, EXCITE, EXCITE_BACKWARD, EXCITE_ADD_RELU, EXCITE_ADD_RELU_BACKWARD,
     POOL_BOTH, POOL_BOTH_BACKWARD, /* the mean beside the mean square */
     RELU_SQUARE, RELU_SQUARE_BACKWARD, BLEND_SQUARE, BLEND_SQUARE_BACKWARD,
-    BLOCK_ADD, BLOCK_SHUFFLE /* the end of a building block at inference: cpu_blocks.h */
+    BLOCK_ADD, BLOCK_SHUFFLE, /* the end of a building block at inference: cpu_blocks.h */
+    NORM_SUMS, NORM_FACTORS, NORM_ADD_RELU, /* and in training: cpu_norm.h and cpu_training.h */
+    NORM_BACKWARD_SUMS, NORM_BACKWARD_FACTORS, NORM_BACKWARD
 };
 static inline int pool(int kernel) { return kernel == POOL || kernel == POOL_BOTH; }
 static inline int pool_backward(int kernel) { return kernel == POOL_BACKWARD || kernel == POOL_BOTH_BACKWARD; }
 static inline int excite_backward(int kernel) {
     return kernel == EXCITE_BACKWARD || kernel == EXCITE_ADD_RELU_BACKWARD;
 }
-static inline int two_sums(int kernel) { return kernel == POOL_BOTH || excite_backward(kernel); }
+static inline int norm_sums(int kernel) { return kernel == NORM_SUMS || kernel == NORM_BACKWARD_SUMS; }
+static inline int normalizes(int kernel) { return kernel >= NORM_SUMS; }
+static inline int two_sums(int kernel) {
+    return kernel == POOL_BOTH || excite_backward(kernel) || norm_sums(kernel);
+}
 
 /* One call: maps of n × c planes of `hw` values, all in one layout. */
 typedef struct job job;
@@ -75,6 +81,13 @@ struct job {
     long excited;                   /* whether the main branch is */
     long image, row;                /* of the shortcut: values from one image, in channels_last position, to the next */
     long width;                     /* channels of a task in channels_last */
+    /* The same in training, all but the last in rows of `stride` channels for each image: */
+    double *moments[2], *products[2]; /* cpu_norm.h */
+    float *scale, *slope, *offset, *center;
+    float *per_channel;             /* output, rows of `stride`: the mean and variance; or dw, db and parts of dα and dβ */
+    const float *weight, *bias;
+    double eps;
+    long stride;
 };
 enum { BOTH, FIRST, SECOND };
 
@@ -102,6 +115,8 @@ static inline excited excitation(floats g, float alpha, float beta) {
         choose(flat, splat(0 * alpha), -2 * beta * alpha * scale * inverse), /* NaN for an α that is, or infinite */
         choose(identity, zero, choose(infinite, splat(-1), -offset * inverse)), identity};
 }
+
+#include "cpu_norm.h"
 
 #define T float
 #define NAME(name) name##_float
@@ -319,5 +334,58 @@ int deepsquare_block_end(const block_end *e) {
     start(&j, e->threads);
     free(affine);
     return 1;
+}
+
+/* The end of a building block in training, as cpu.py packs it: forward, or backward where there is a gradient. */
+typedef struct {
+    long format, channels_last, threads;
+    const void *z, *shortcut, *grad, *result;
+    void *y, *dshortcut;
+    const float *weight, *bias, *alpha, *beta;
+    double *moments;    /* written forward and read backward, two rows of n × stride */
+    float *per_channel; /* output: two rows of `stride`, or four */
+    double eps;
+    long n, c, hw;
+} block_training;
+
+static void run_pass(job *j, int kernel, const block_training *e) {
+    j->run = find_runner(j, kernel, (int)e->format, (int)e->channels_last);
+    start(j, e->threads);
+}
+
+/* 0 if there is no memory. */
+int deepsquare_block_training(const block_training *e) {
+    enum { LARGE = 1 << 24, IMAGES = 4, LEAST = 64 };
+    long stride = (e->c + GROUP - 1) / GROUP * GROUP, planes = e->n * stride, backward = e->grad != 0;
+    double *products = calloc((size_t)(2 * planes), sizeof *products);
+    float *factors = calloc((size_t)(4 * planes), sizeof *factors);
+    int allocated = products && factors;
+    if (allocated) {
+        job j = {
+            .x = e->z, .residual = e->shortcut, .grad = e->grad, .result = e->result, .y = e->y,
+            .dresidual = e->dshortcut, .weight = e->weight, .bias = e->bias, .excited = e->alpha != 0,
+            .alpha = e->alpha ? *e->alpha : 0, .beta = e->beta ? *e->beta : 1, .n = e->n, .c = e->c, .hw = e->hw,
+            .inverse = 1 / (double)e->hw, .eps = e->eps, .stride = stride, .per_channel = e->per_channel};
+        for (int k = 0; k < 2; k++) {
+            j.moments[k] = e->moments + k * planes;
+            j.products[k] = products + k * planes;
+        }
+        j.scale = factors, j.slope = factors + planes, j.offset = factors + 2 * planes, j.center = factors + 3 * planes;
+        j.width = e->n < IMAGES ? e->c * e->n / IMAGES / LEAST * LEAST : e->c;
+        j.width = j.width < LEAST ? LEAST : j.width < WIDEST ? j.width : WIDEST;
+        long tasks = e->channels_last ? e->n * ((e->c + j.width - 1) / j.width) : e->n * e->c;
+        j.tasks = tasks;
+        run_pass(&j, backward ? NORM_BACKWARD_SUMS : NORM_SUMS, e);
+        j.tasks = stride / GROUP;
+        run_pass(&j, backward ? NORM_BACKWARD_FACTORS : NORM_FACTORS, e);
+        j.tasks = tasks;
+        j.grad = e->dshortcut; /* the gradient where the ReLU is active, which the first pass wrote */
+        j.dresidual = 0;
+        j.nontemporal = e->n * e->c * e->hw * (e->format == 0 ? 4 : 2) >= LARGE && (uintptr_t)e->y % LINE == 0;
+        run_pass(&j, backward ? NORM_BACKWARD : NORM_ADD_RELU, e);
+    }
+    free(products);
+    free(factors);
+    return allocated;
 }
 #endif

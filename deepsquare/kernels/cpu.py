@@ -19,6 +19,7 @@ from torch import Tensor
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 RUN = 1 << 12  # values of one part of an elementwise sum, as in ``cpu.c``
+GROUP = 16  # channels are computed in such groups between two passes, as in ``cpu_norm.h``
 WIDEST_VECTORS = 2  # AVX-512; 1 is vectors of eight floats: AVX2 on x86. The kernels take the widest there is.
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -45,6 +46,7 @@ class Kernel(IntEnum):
 # What the C functions read, packed into bytes: a call then passes one argument, and no tensor's value becomes Python's.
 _CALL = struct.Struct("@4l10P3l")  # ``call`` of ``cpu.c``
 _BLOCK_END = struct.Struct("@4l11P2d2P7l")  # ``block_end`` of ``cpu.c``
+_BLOCK_TRAINING = struct.Struct("@3l12Pd3l")  # ``block_training`` of ``cpu.c``
 NO_NORM = (0, 0, 0, 0)
 
 
@@ -63,6 +65,7 @@ def library() -> ctypes.CDLL | None:
         return None
     compiled.deepsquare_use_threads(*openmp)
     compiled.deepsquare_call.argtypes = compiled.deepsquare_block_end.argtypes = (ctypes.c_char_p,)
+    compiled.deepsquare_block_training.argtypes = (ctypes.c_char_p,)
     compiled.deepsquare_call.restype = None
     return compiled if compiled.deepsquare_select(WIDEST_VECTORS) else None
 
@@ -126,6 +129,36 @@ def block_end(
     )  # fmt: skip
     if not compiled.deepsquare_block_end(packed):
         raise MemoryError("the end of a building block")
+
+
+def block_training(
+    z: Tensor, *, y: Tensor, moments: Tensor, per_channel: Tensor, eps: float, shortcut: Tensor | None = None,
+    grad: Tensor | None = None, result: Tensor | None = None, dshortcut: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, alpha: Tensor | None = None, beta: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The end of a building block in training, from the map ``z`` before its batch normalization.
+
+    Forward it needs ``shortcut`` and writes ``moments`` (of the planes, of :func:`moments_shape`) and ``per_channel``:
+    the mean and variance of each channel. Backward it needs ``grad``, ``result`` and ``moments`` and writes the
+    gradients: of ``z`` into ``y``, of ``shortcut``, and into ``per_channel`` those of ``weight`` and ``bias`` and the
+    channels' parts of those of ``alpha`` and ``beta``. The maps have the type and layout of ``z``.
+    """
+    compiled = library()
+    assert compiled is not None
+    n, c = z.shape[:2]
+    tensors = (z, shortcut, grad, result, y, dshortcut, weight, bias, alpha, beta, moments, per_channel)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    layout = not z.is_contiguous(), torch.get_num_threads()
+    if not compiled.deepsquare_block_training(
+        _BLOCK_TRAINING.pack(_FORMATS[z.dtype], *layout, *addresses, eps, n, c, z.numel() // (n * c))
+    ):
+        raise MemoryError("the end of a building block")
+
+
+def moments_shape(z: Tensor) -> tuple[int, int, int]:
+    """The shape of ``moments`` of :func:`block_training`; its last dimension is that of ``per_channel``."""
+    n, c = z.shape[:2]
+    return 2, n, -(-c // GROUP) * GROUP
 
 
 def _slice_strides(x: Tensor, channels_last: bool) -> tuple[int, int] | None:

@@ -29,18 +29,19 @@ INLINE void NAME(write)(T *p, long left, floats v) {
 }
 
 /* The maps of a job at an offset; a kernel never dereferences those that it does not use. */
-typedef struct { const T *x, *grad, *residual, *result; T *y, *dresidual; } NAME(maps);
+typedef struct { const T *x, *grad, *residual, *result; T *y, *dresidual; const float *center, *offset; } NAME(maps);
 
 INLINE NAME(maps) NAME(maps_from)(const job *j, long offset) {
     return (NAME(maps)){
         (const T *)j->x + offset, (const T *)j->grad + offset, (const T *)j->residual + offset,
-        (const T *)j->result + offset, (T *)j->y + offset, (T *)j->dresidual + offset};
+        (const T *)j->result + offset, (T *)j->y + offset, (T *)j->dresidual + offset, 0, 0};
 }
 
 /* The gradient of the sum of branch and residual: 0 where the ReLU is inactive. */
 INLINE floats NAME(grad_masked)(const NAME(maps) * m, long i, long left, int kernel) {
     floats g = NAME(read)(m->grad + i, left);
-    return kernel == EXCITE_ADD_RELU_BACKWARD ? where(~(NAME(read)(m->result + i, left) <= 0), g) : g;
+    if (kernel != EXCITE_ADD_RELU_BACKWARD && kernel != NORM_BACKWARD_SUMS) return g;
+    return where(~(NAME(read)(m->result + i, left) <= 0), g);
 }
 
 /* Prefetches the inputs. */
@@ -52,38 +53,52 @@ INLINE void NAME(fetch)(const NAME(maps) * m, long i, int kernel) {
 
 typedef struct { floats squares, products; } NAME(sums);
 
-INLINE void NAME(add)(NAME(sums) * sums, const NAME(maps) * m, long i, long left, masks counted, int kernel) {
-    floats v = where(counted, NAME(read)(m->x + i, left));
+INLINE void NAME(add)(
+    NAME(sums) * sums, const NAME(maps) * m, long i, long left, masks counted, floats center, int kernel) {
+    floats v = NAME(read)(m->x + i, left), g;
+    if (kernel == NORM_BACKWARD_SUMS) {
+        g = NAME(grad_masked)(m, i, left, kernel);
+        NAME(write)(m->dresidual + i, left, g);
+        g = where(counted, g);
+        sums->squares += g * (v - center);
+        sums->products += g;
+        return;
+    }
+    v = where(counted, kernel == NORM_SUMS ? v - center : v);
     sums->squares += v * v;
-    if (kernel == POOL_BOTH) sums->products += v;
+    if (kernel == POOL_BOTH || kernel == NORM_SUMS) sums->products += v;
     if (excite_backward(kernel)) sums->products += where(counted, v * NAME(grad_masked)(m, i, left, kernel));
 }
 
-/* Σ x² of a plane and, in a backward kernel, Σ x·g, in POOL_BOTH Σ x: in floats over 128 values of a lane, in doubles beyond. */
+/* Σ x² of a plane and, in a backward kernel, Σ x·g, in POOL_BOTH Σ x: in floats over 128 values of a lane, in doubles
+   beyond. In NORM_SUMS Σ x² and Σ x, in NORM_BACKWARD_SUMS Σ x·g and Σ g, with x less the center. */
 INLINE void NAME(plane_sums)(
     const NAME(maps) * m, long count, double *squares, double *products, int kernel) {
     enum { STEP = 4 * LANES, BLOCK = 1 << 12 };
     const masks all = ~(masks){0};
+    const floats center = normalizes(kernel) ? splat(*m->center) : (floats){0};
     *squares = *products = 0;
     for (long from = 0; from < count; from += BLOCK) {
         long to = count - from < BLOCK ? count : from + BLOCK, i = from;
         NAME(sums) s[4] = {0};
         for (; i + STEP <= to; i += STEP)
-            for (int k = 0; k < 4; k++) NAME(add)(&s[k], m, i + k * LANES, LANES, all, kernel);
-        for (; i + LANES <= to; i += LANES) NAME(add)(&s[0], m, i, LANES, all, kernel);
-        if (i < to && count >= LANES) NAME(add)(&s[1], m, to - LANES, LANES, last(to - i), kernel);
-        if (i < to && count < LANES) NAME(add)(&s[1], m, i, to - i, all, kernel);
+            for (int k = 0; k < 4; k++) NAME(add)(&s[k], m, i + k * LANES, LANES, all, center, kernel);
+        for (; i + LANES <= to; i += LANES) NAME(add)(&s[0], m, i, LANES, all, center, kernel);
+        if (i < to && count >= LANES) NAME(add)(&s[1], m, to - LANES, LANES, last(to - i), center, kernel);
+        if (i < to && count < LANES) NAME(add)(&s[1], m, i, to - i, ~last(LANES - (to - i)), center, kernel);
         *squares += total(s[0].squares + s[1].squares + s[2].squares + s[3].squares);
         if (two_sums(kernel)) *products += total(s[0].products + s[1].products + s[2].products + s[3].products);
     }
 }
 
-/* The vectors at `i` of `tile` rows, added to the sums of their channels: a sum is loaded and stored once for them all. */
+/* The vectors at `channel` of `tile` rows, added to the sums of their channels: a sum is loaded and stored once for them
+   all. */
 INLINE void NAME(add_rows)(
-    floats *squares, floats *products, const NAME(maps) * m, long i, long stride, int tile, long left, masks counted,
-    int kernel) {
+    floats *squares, floats *products, const NAME(maps) * m, long row, long channel, long stride, int tile, long left,
+    masks counted, int kernel) {
+    const floats center = normalizes(kernel) ? load_float(m->center + channel) : (floats){0};
     NAME(sums) s = {*squares, two_sums(kernel) ? *products : *squares};
-    for (int k = 0; k < tile; k++) NAME(add)(&s, m, i + k * stride, left, counted, kernel);
+    for (int k = 0; k < tile; k++) NAME(add)(&s, m, row + channel + k * stride, left, counted, center, kernel);
     *squares = s.squares;
     if (two_sums(kernel)) *products = s.products;
 }
@@ -94,13 +109,12 @@ INLINE void NAME(tile_sums)(
     const masks all = ~(masks){0};
     long v = 0, whole = width / LANES;
     for (; v < whole; v++)
-        NAME(add_rows)(squares + v, products + v, m, i + v * LANES, stride, tile, LANES, all, kernel);
-    if (width < LANES) {
-        NAME(add_rows)(squares, products, m, i, stride, tile, width, all, kernel);
-    } else if (width % LANES) {
-        i += width - LANES;
-        NAME(add_rows)(squares + v, products + v, m, i, stride, tile, LANES, last(width % LANES), kernel);
-    }
+        NAME(add_rows)(squares + v, products + v, m, i, v * LANES, stride, tile, LANES, all, kernel);
+    if (width < LANES)
+        NAME(add_rows)(squares, products, m, i, 0, stride, tile, width, all, kernel);
+    else if (width % LANES)
+        NAME(add_rows)
+        (squares + v, products + v, m, i, width - LANES, stride, tile, LANES, last(width % LANES), kernel);
 }
 
 /* The same for each channel of a chunk: in floats over 64 rows, in doubles beyond. Short rows one by one, in memory
@@ -130,9 +144,16 @@ INLINE void NAME(chunk_sums)(
 
 typedef struct { floats y, dresidual; } NAME(results);
 
-INLINE NAME(results) NAME(compute)(const NAME(maps) * m, long i, long left, floats scale, floats slope, int kernel) {
+INLINE NAME(results) NAME(compute)(
+    const NAME(maps) * m, long i, long left, floats scale, floats slope, int shared, int kernel) {
     floats v = NAME(read)(m->x + i, left), w = {0};
-    if (excite_backward(kernel)) {
+    if (normalizes(kernel)) {
+        floats center = shared ? splat(*m->center) : load_float(m->center + i);
+        floats offset = shared ? splat(*m->offset) : load_float(m->offset + i);
+        v = (v - center) * scale + offset;
+        if (kernel == NORM_ADD_RELU) v = positive(v + NAME(read)(m->residual + i, left));
+        if (kernel == NORM_BACKWARD) v += NAME(read)(m->grad + i, left) * slope;
+    } else if (excite_backward(kernel)) {
         w = NAME(grad_masked)(m, i, left, kernel);
         v = w * scale + v * slope;
     } else if (kernel == POOL_BOTH_BACKWARD) {
@@ -163,7 +184,7 @@ INLINE void NAME(apply)(
     int kernel) {
 #define AT(i, count) \
     NAME(compute)(m, i, count, shared ? splat(*scale) : load_float(scale + (i)), \
-                  shared ? splat(*slope) : load_float(slope + (i)), kernel)
+                  shared ? splat(*slope) : load_float(slope + (i)), shared, kernel)
 #define PUT(i, count) NAME(put)(m, i, count, AT(i, count), kernel)
     enum { VALUES = LINE / sizeof(T) };
     long i = 0, start = 0, stop = width;
@@ -331,6 +352,7 @@ KERNEL(BLEND_SQUARE_BACKWARD)
 #undef KERNEL
 
 #include "cpu_blocks.h"
+#include "cpu_training.h"
 
 static const runner NAME(runners)[][2] = {
     {NAME(POOL_planes), NAME(POOL_chunks)},
@@ -347,6 +369,12 @@ static const runner NAME(runners)[][2] = {
     {NAME(BLEND_SQUARE_BACKWARD_runs), NAME(BLEND_SQUARE_BACKWARD_runs)},
     {NAME(BLOCK_ADD_planes), NAME(BLOCK_ADD_chunks)},
     {NAME(BLOCK_SHUFFLE_planes), NAME(BLOCK_SHUFFLE_chunks)},
+    {NAME(NORM_SUMS_planes), NAME(NORM_SUMS_chunks)},
+    {norm_factors, norm_factors},
+    {NAME(NORM_ADD_RELU_planes), NAME(NORM_ADD_RELU_chunks)},
+    {NAME(NORM_BACKWARD_SUMS_planes), NAME(NORM_BACKWARD_SUMS_chunks)},
+    {norm_backward_factors, norm_backward_factors},
+    {NAME(NORM_BACKWARD_planes), NAME(NORM_BACKWARD_chunks)},
 };
 
 #undef INLINE

@@ -1,6 +1,5 @@
 """Square-Excitation and its scale."""
 
-import math
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ class _Alpha(nn.Module):
         self, alpha: float = 1.0, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if not 0 < alpha < math.inf:
+        if not 1e-18 <= alpha <= 1e18:  # α² and its inverse are float32
             raise ValueError(
-                f"alpha is {alpha!r}, expected a positive finite number, such as 1: from 0 it would never learn. To "
-                "leave a trained network unchanged at first, use equip(…, init='identity')."
+                f"alpha is {alpha!r}, expected a positive finite number from 1e-18 to 1e18, such as 1: from 0 it would "
+                "never learn. To leave a trained network unchanged at first, use equip(…, init='identity')."
             )
         self.initial_alpha = alpha
         self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))

@@ -91,6 +91,8 @@ def _added(node: fx.Node, modules: Modules) -> End | None:
     casts = node.target in _ADD_IN_PLACE
     if casts and first.norm is None and first.excited is None:
         return None  # it writes to a tensor that others may read
+    if first.norm is None and first.excited is None:
+        first, second = second, first  # in training the normalization of the main branch is part of the pass
     end = _merged(first, second, (node, output), output, casts=casts, shuffled=False)
     return None if end is None or (casts and end.main is not first) else end
 

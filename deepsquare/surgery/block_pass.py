@@ -12,6 +12,7 @@ from deepsquare import kernels
 from deepsquare.kernels import cpu
 from deepsquare.nn import SquareExcitation
 from deepsquare.surgery.block_ends import EXCITATION, NORMS, Branch, End, Modules, compile_graph, is_fresh
+from deepsquare.surgery.block_training import block_training
 from deepsquare.surgery.insertion import base_class, beta_of
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -46,14 +47,36 @@ class BlockPass:
         return written_out
 
     def _with_grad(self, z: Tensor, shortcut: Tensor) -> Tensor | None:
-        """The excitation, addition and ReLU in one pass, after the normalization."""
-        if self.excitation is None or self.shuffled or self.main.relu or kernels.backend_for(z, shortcut) is None:
+        """The excitation, addition and ReLU as one kernel; with the normalization, where it is that of the batch."""
+        backend = kernels.backend_for(z, shortcut)
+        if self.shuffled or self.main.relu or backend is None:
             return None
-        branch, residual = self.main.normalized(z), self.shortcut.written_out(shortcut)
+        normalizes = backend is cpu and self._normalizes(z)
+        if self.excitation is None and not normalizes:
+            return None
+        alpha, beta = self._alpha_and_beta()
+        residual = self.shortcut.written_out(shortcut)
+        if normalizes and residual.shape == z.shape and (self.casts or residual.dtype is z.dtype):
+            return block_training(self.main.norm, z, residual, alpha, beta)
+        branch = self.main.normalized(z)
         if self.casts:
             residual = residual.to(branch.dtype)
-        alpha, beta = self.excitation.alpha, beta_of(self.excitation)
+        if alpha is None:
+            return torch.relu(branch + residual)
         return DF.square_excitation_add_relu(branch, alpha, residual, beta, inplace=True)
+
+    def _alpha_and_beta(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.excitation is None else (self.excitation.alpha, beta_of(self.excitation))
+
+    def _normalizes(self, z: Tensor) -> bool:
+        """Whether the kernel can compute the normalization: that of the batch, with parameters that it can read."""
+        norm, channels = self.main.norm, z.shape[1]
+        if not self.main.affine or not norm.training or z.ndim < 3 or z.numel() <= channels:
+            return False
+        if not all(scalar is None or (_is_plain(scalar) and scalar.numel() == 1) for scalar in self._alpha_and_beta()):
+            return False
+        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        return all(tensor is None or (_is_plain(tensor) and tensor.numel() == channels) for tensor in tensors)
 
     def _without_grad(self, z: Tensor, shortcut: Tensor) -> Tensor | None:
         """The whole end in one pass. Whether something compiles or transforms operations, the block has asked."""

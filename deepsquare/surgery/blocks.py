@@ -70,7 +70,7 @@ def fuse_plain_blocks(model: nn.Module) -> int:
     """Let the blocks of a model without excitations run their end in one pass, in place; returns their number.
 
     The counterpart of what ``equip`` does for blocks with Square-Excitation, so that benchmarks can tell the cost of
-    the excitation from the gain of the fusion. It acts where no gradient is needed, on a CPU.
+    the excitation from the gain of the fusion. It acts on a CPU; in training not on a concatenation.
     """
     paths = [path for path, _ in model.named_modules()]
     return sum(_fuse(block, FusedPlainBlock) for block in _blocks_around(model, paths))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import deepsquare.kernels
-from deepsquare.kernels.cpu import RUN, Kernel
+from deepsquare.kernels.cpu import GROUP, RUN, Kernel
 
 pytestmark = pytest.mark.slow  # it compiles the kernels, and emulates them
 
@@ -27,12 +27,14 @@ ALPHA, BETA = 0.7, 0.6
 # n, c, hw: less than a vector, whole vectors and rests, special sizes, an image in parts; more channels than a chunk.
 SHAPES = ((1, 3, 2), (2, 5, 9), (2, 8, 16), (1, 20, 49), (2, 17, 196), (1, 33, 300), (1, 2070, 3))
 RUNS = (1, 7, 16, 45, 2 * RUN + 11)
-Case = tuple[Kernel, torch.dtype, bool, tuple[int, int, int]]
+TRAINING = (14, 17)  # NORM_SUMS and NORM_BACKWARD_SUMS of ``cpu.c``: a block's end in training, forward and backward
+Case = tuple[int, torch.dtype, bool, tuple[int, int, int]]
 PLANES = [kernel for kernel in Kernel if kernel < Kernel.RELU_SQUARE]
 ELEMENTWISE = [kernel for kernel in Kernel if Kernel.RELU_SQUARE <= kernel <= Kernel.BLEND_SQUARE_BACKWARD]
 CASES: list[Case] = [
     *itertools.product(PLANES, FORMATS, (False, True), SHAPES),
     *itertools.product(ELEMENTWISE, FORMATS, (False,), [(1, 1, count) for count in RUNS]),
+    *itertools.product(TRAINING, FORMATS, (False, True), SHAPES),
 ]
 
 
@@ -70,7 +72,12 @@ def maps_of(case: Case) -> list[Tensor]:
 
 def factor_of(case: Case) -> Tensor:
     n, c, hw = case[3]
-    return torch.linspace(-1, 1, 2 * max(n * c, -(-hw // RUN))).view(2, -1)
+    width = 2 * padded(c) if case[0] in TRAINING else max(n * c, -(-hw // RUN))
+    return torch.linspace(-1, 1, 2 * width).view(2, -1)
+
+
+def padded(channels: int) -> int:
+    return -(-channels // GROUP) * GROUP
 
 
 def in_memory(tensor: Tensor, channels_last: bool) -> bytes:
@@ -105,6 +112,8 @@ def expected(case: Case) -> dict[str, Tensor]:
     kernel, _, _, (n, c, _) = case
     x, grad, residual, result = (each.double() for each in maps_of(case))
     factor = factor_of(case).double()
+    if kernel in TRAINING:
+        return _training(kernel == TRAINING[1], x, grad, residual, result, factor[:, :c])
     if kernel >= Kernel.RELU_SQUARE:
         return _elementwise(kernel, x, grad)
     if kernel in (Kernel.POOL_BACKWARD, Kernel.POOL_BOTH_BACKWARD):
@@ -130,7 +139,31 @@ def expected(case: Case) -> dict[str, Tensor]:
     return found | ({"dresidual": masked} if kernel == Kernel.EXCITE_ADD_RELU_BACKWARD else {})
 
 
-def _elementwise(kernel: Kernel, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def _training(
+    backward: bool, x: Tensor, grad: Tensor, residual: Tensor, result: Tensor, factor: Tensor
+) -> dict[str, Tensor]:
+    """Rows of ``per_channel`` in pairs: mean and variance; or the gradients of weight and bias, and of α and β."""
+    c = x.shape[1]
+    x.requires_grad_()
+    weight, bias = (row.clone().requires_grad_() for row in factor)
+    alpha, beta = (torch.full((c, 1), float(torch.tensor(value))).double().requires_grad_() for value in (ALPHA, BETA))
+    y = torch.nn.functional.batch_norm(x, None, None, weight, bias, True, 0, 0.1)
+    g = y.square().mean(2, keepdim=True)
+    y = y * (1 - beta + beta * g / (g + alpha.square()))
+
+    def rows(*values: Tensor) -> Tensor:
+        pads = [torch.nn.functional.pad(value.flatten(), (0, padded(c) - c)) for value in values]
+        return torch.cat(pads).detach()
+
+    if not backward:
+        statistics = x.mean((0, 2)), x.var((0, 2), correction=0)
+        return {"y": (y + residual).relu().detach(), "first": rows(*statistics)}
+    masked = grad * (result > 0)
+    dx, dweight, dbias, dalpha, dbeta = torch.autograd.grad(y, (x, weight, bias, alpha, beta), masked)
+    return {"y": dx, "dresidual": masked, "first": rows(dweight, dbias), "second": rows(dalpha, dbeta)}
+
+
+def _elementwise(kernel: int, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     beta = float(torch.tensor(BETA))
     if kernel == Kernel.RELU_SQUARE:
         return {"y": x.relu().square()}
@@ -159,7 +192,10 @@ def check(command: list[str], selected: int) -> None:
             ours = found[name].flatten()[: reference.numel()].view_as(reference)
             tolerance = TOLERANCE[case[1]] if name in ("y", "dresidual") else TOLERANCE[torch.float32]
             # A part of dα and dβ is a sum of products that cancel.
-            atol = tolerance * max(1.0, float(reference.abs().max())) * (hw**0.5 if name in ("first", "second") else 1)
+            sums = n * hw if case[0] in TRAINING else hw
+            atol = (
+                tolerance * max(1.0, float(reference.abs().max())) * (sums**0.5 if name in ("first", "second") else 1)
+            )
             assert torch.allclose(ours, reference, rtol=tolerance, atol=atol), (case, name)
     assert position == len(run.stdout)
 

@@ -8,7 +8,7 @@ import torch
 import torchvision
 from helpers.models import create, images, tuned
 from test_blocks import fused as fused
-from test_blocks import made, step
+from test_blocks import made, relative_errors, step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -160,8 +160,61 @@ def test_plain_blocks(name: str, fused: list[Tensor]) -> None:
             with kernels.without_kernels():
                 torch.testing.assert_close(y, form(x), rtol=0, atol=1e-4 * float(y.abs().max()))
     fused.clear()
-    step(model.train(), x)
-    assert not fused
+    found = step(copy.deepcopy(model.train()), x)
+    assert len(fused) == (0 if name.startswith("shufflenet") else count)
+    with kernels.without_kernels():
+        plain = step(copy.deepcopy(model), x)
+        exact = step(model.double(), x.double())
+    # Of all gradients together; each rounds as often in the two forms.
+    assert relative_errors(found, exact)[0] <= 2 * relative_errors(plain, exact)[0]
+
+
+@pytest.mark.parametrize(
+    "change", ["bfloat16 norm", "frozen norm", "no statistics", "frozen parameters", "one value", "bfloat16 maps"]
+)
+def test_training_with_a_block_that_was_changed(change: str, fused: list[Tensor]) -> None:
+    model, x = made(), images()
+    block: Any = model.get_submodule("layer4.1")
+    if change == "bfloat16 norm":
+        block.bn2.bfloat16()
+    elif change == "frozen norm":
+        block.bn2.eval()
+    elif change == "no statistics":
+        block.bn2.running_mean = block.bn2.running_var = block.bn2.num_batches_tracked = None
+    elif change == "frozen parameters":
+        for parameter in block.parameters():
+            parameter.requires_grad_(False)
+    elif change == "bfloat16 maps":
+        block.bfloat16()
+        for norm in (block.bn1, block.bn2):
+            norm.float()
+    given = torch.randn(1 if change == "one value" else 2, 512, *((1, 1) if change == "one value" else (4, 4)))
+    given = given.to(block.conv1.weight.dtype)
+    plain = copy.deepcopy(block)
+    fused.clear()
+    if change == "one value":
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            block(given)
+        return
+    if change == "bfloat16 norm":  # PyTorch has no normalization of this kind either
+        with pytest.raises(RuntimeError):
+            block(given)
+        return
+    x, again = given.clone().requires_grad_(), given.clone().requires_grad_()
+    y = block(x)
+    y.float().square().sum().backward()
+    with kernels.without_kernels():
+        expected = plain(again)
+        expected.float().square().sum().backward()
+    assert len(fused) == 1
+    tolerance = 1e-4 if y.dtype is torch.float32 else 5e-2
+    pairs = [(y, expected), (x.grad, again.grad)]
+    pairs += [(ours.grad, other.grad) for ours, other in zip(block.parameters(), plain.parameters(), strict=True)]
+    pairs += list(zip(block.buffers(), plain.buffers(), strict=True))
+    for ours, other in pairs:
+        assert (ours is None) == (other is None)
+        if ours is not None:
+            assert (ours - other).float().norm() <= tolerance * other.float().norm() + 1e-5
 
 
 def test_writes_over_nothing_that_is_seen(fused: list[Tensor]) -> None:

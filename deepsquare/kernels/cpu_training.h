@@ -1,0 +1,57 @@
+/* The end of a building block in training, for one number format T; cpu_loops.h includes this file.
+
+   Two passes over the maps, forward and backward, with the factors of cpu_norm.h computed in between. The second pass
+   runs from the end, which the caches still have. */
+
+INLINE void NAME(norm_planes)(const job *j, long from, long to, int kernel) {
+    for (long k = from; k < to; k++) {
+        long plane = norm_sums(kernel) ? k : to - 1 - (k - from), at = plane / j->c * j->stride + plane % j->c;
+        NAME(maps) m = NAME(maps_from)(j, plane * j->hw);
+        if (norm_sums(kernel)) {
+            float center = kernel == NORM_SUMS ? NAME(read)(m.x + j->hw / 2, 1)[0] : (float)j->moments[0][at];
+            double products, sum;
+            m.center = &center;
+            NAME(plane_sums)(&m, j->hw, &products, &sum, kernel);
+            put_sums(j, at, 1, &center, &sum, &products, kernel);
+        } else {
+            m.center = j->center + at;
+            m.offset = j->offset + at;
+            NAME(apply)(&m, j->hw, j->scale + at, j->slope + at, 1, 0, j->nontemporal, kernel);
+        }
+    }
+}
+
+/* channels_last: a task is a chunk of `width` channels of an image. */
+INLINE void NAME(norm_chunks)(const job *j, long from, long to, int kernel) {
+    long chunks = (j->c + j->width - 1) / j->width;
+    for (long k = from; k < to; k++) {
+        long task = norm_sums(kernel) ? k : to - 1 - (k - from), image = task / chunks, first = task % chunks * j->width;
+        long width = j->c - first < j->width ? j->c - first : j->width, at = image * j->stride + first;
+        NAME(maps) m = NAME(maps_from)(j, image * j->hw * j->c + first);
+        if (norm_sums(kernel)) {
+            double products[PADDED], sums[PADDED];
+            float center[PADDED];
+            for (long i = 0; i < width; i++)
+                center[i] = kernel == NORM_SUMS ? NAME(read)(m.x + j->hw / 2 * j->c + i, 1)[0] : (float)j->moments[0][at + i];
+            m.center = center;
+            NAME(chunk_sums)(&m, j->hw, width, j->c, products, sums, kernel);
+            put_sums(j, at, width, center, sums, products, kernel);
+            continue;
+        }
+        for (long row = j->hw - 1; row >= 0; row--) {
+            NAME(maps) r = NAME(maps_from)(j, (image * j->hw + row) * j->c + first);
+            r.center = j->center + at;
+            r.offset = j->offset + at;
+            NAME(apply)(&r, width, j->scale + at, j->slope + at, 0, 0, j->nontemporal, kernel);
+        }
+    }
+}
+
+#define KERNEL(kernel) \
+    static void NAME(kernel##_planes)(const job *j, long from, long to) { NAME(norm_planes)(j, from, to, kernel); } \
+    static void NAME(kernel##_chunks)(const job *j, long from, long to) { NAME(norm_chunks)(j, from, to, kernel); }
+KERNEL(NORM_SUMS)
+KERNEL(NORM_ADD_RELU)
+KERNEL(NORM_BACKWARD_SUMS)
+KERNEL(NORM_BACKWARD)
+#undef KERNEL
