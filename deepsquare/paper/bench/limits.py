@@ -18,6 +18,7 @@ LIMITS = {  # what a forward pass cannot do without
     "square_pooling": "one read",
     "square_excitation": "one copy",
     "square_excitation_add_relu": "one addition",
+    "block_end": "one read and one addition",
     "relu_square": "one copy",
 }
 # The targets: relative to the limit, on maps of 14×14 and more and on smaller ones; channels_last beside contiguous.

@@ -1,12 +1,14 @@
 """The time of each function relative to its limit: one read of the feature map, or one copy.
 
 Measured on one feature map in one run: the function; its formula in PyTorch operations; the formula compiled; the
-function without the kernels; and what else is used at the same site, timm's channel attention modules or GeM. The
+function without the kernels; and what else is used at the same site, timm's channel attention modules or GeM; for the
+end of a block in training, from its batch normalization to its ReLU, PyTorch's operations without an excitation. The
 limits are measured too: a read is a sum over the map, a copy its ``clone``, and two maps read for one written an
 addition. In the same rounds the function also runs on a contiguous map of the same type, and on a float32 map of the
 same layout, so that layouts and types are compared within one run.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +25,13 @@ from torch.nn import functional as F
 from tyro.conf import Suppress
 
 from deepsquare import functional as DF
+from deepsquare import kernels
 from deepsquare.kernels import without_kernels
 from deepsquare.paper.bench import _common
 from deepsquare.paper.bench.limits import limits_table
 from deepsquare.paper.statistics import median, median_ratio
 from deepsquare.results import round_for_json
+from deepsquare.surgery.block_training import block_training
 from deepsquare.training.loop import tune_malloc
 
 RESNET50 = ((256, 56), (512, 28), (1024, 14), (2048, 7))  # channels and side at the ends of its blocks
@@ -79,6 +83,35 @@ def _attention(x: Tensor, layout: torch.memory_format) -> dict[str, nn.Module]:
     return modules
 
 
+@functools.cache
+def _norm(channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels, affine=False, track_running_stats=False)
+
+
+def _block_end(x: Tensor, alpha: Tensor, residual: Tensor) -> Tensor:
+    """As an equipped block runs it: in two passes by the CPU's kernels."""
+    if kernels.backend_for(x, alpha, residual) is not kernels.cpu:
+        return _block_end_formula(x, alpha, residual)
+    return block_training(_norm(x.shape[1]), x, residual, alpha.float(), None)
+
+
+def _block_end_formula(x: Tensor, alpha: Tensor, residual: Tensor) -> Tensor:
+    y = F.batch_norm(x, None, None, training=True)
+    return F.relu(y * _scale(y, alpha) + residual)
+
+
+def _plain_block_end(x: Tensor, layout: torch.memory_format) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The end of a block without an excitation, as torchvision's ResNets run it."""
+    residual, norm = torch.randn_like(x).requires_grad_(), _norm(x.shape[1])
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = norm(x)
+        y += residual
+        return F.relu(y, inplace=True)
+
+    return {"without excitation": run}
+
+
 FUNCTIONS = {
     "square_pooling": Function(
         lambda x, alpha, residual: DF.square_pooling(x),
@@ -96,6 +129,13 @@ FUNCTIONS = {
         DF.square_excitation_add_relu,
         lambda x, alpha, residual: F.relu(x * _scale(x, alpha) + residual),
         {FORWARD: ("addition",), STEP: ("addition", "addition", "copy")},  # back: three maps read, two written
+    ),
+    "block_end": Function(
+        _block_end,
+        _block_end_formula,
+        # Forward three maps read and one written; back five and two: the statistics are needed before the values.
+        {FORWARD: ("read", "addition"), STEP: ("read", "addition") * 2 + ("addition",)},
+        _plain_block_end,
     ),
     "relu_square": Function(
         lambda x, alpha, residual: DF.relu_square(x),

@@ -27,6 +27,7 @@ TITLES = {
     "square_pooling": "Square-Pooling",
     "square_excitation": "Square-Excitation",
     "square_excitation_add_relu": "Square-Excitation + residual, ReLU",
+    "block_end": "End of a block in training",
     "relu_square": "ReLU-Square",
 }
 GEM_FORMS = {  # in the rows of Square-Pooling
@@ -35,7 +36,13 @@ GEM_FORMS = {  # in the rows of Square-Pooling
     "GeM, plain": "GeM in plain operations",
     "gem_pooling": "GeM by our gem_pooling",
 }
-MAPS_MOVED = {"square_pooling": 1, "square_excitation": 2, "square_excitation_add_relu": 3, "relu_square": 2}
+MAPS_MOVED = {
+    "square_pooling": 1,
+    "square_excitation": 2,
+    "square_excitation_add_relu": 3,
+    "block_end": 4,
+    "relu_square": 2,
+}
 
 
 def spec_title(spec: str) -> str:
