@@ -20,7 +20,7 @@ from deepsquare.surgery import blocks
 KERNEL_TERMS = {"pooling", "excitation"}  # these are also measured without the kernels
 LATENCY, THROUGHPUT, TRAINING = "inference, batch 1", "inference, batch 16", "training step, batch 8"
 WORKLOADS = {LATENCY: (1, False), THROUGHPUT: (16, False), TRAINING: (8, True)}  # batch size, and whether it trains
-INFERENCE = (LATENCY, THROUGHPUT)  # what the fused and the compiled networks run
+INFERENCE = (LATENCY, THROUGHPUT)  # what the compiled networks run
 INPUT = 224
 MEMORY_FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 # The networks of a spec in a row's metrics; FUSED is of the plain network.
@@ -59,7 +59,7 @@ def build(backbone: str, specs: Sequence[str], setting: Setting) -> tuple[Networ
     elif not _fuse_block_ends(model):
         skipped.setdefault("", {})[FUSED] = "no block's end can be fused"
     else:
-        networks["", FUSED] = _iterations(model, model, INFERENCE, setting)
+        networks["", FUSED] = _iterations(model, model, WORKLOADS, setting)
     return networks, skipped
 
 
