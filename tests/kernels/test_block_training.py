@@ -183,7 +183,8 @@ def test_allocates_its_results_only(layout: str) -> None:
     """Guards against a slower form: another pass over the map needs memory to write to."""
     norm, (z, shortcut, grad) = batch_norm(8), (made((4, 8, 60, 60), layout=layout, seed=seed) for seed in range(3))
     with torch.profiler.profile(profile_memory=True) as profile:
-        block_training(norm, z.requires_grad_(), shortcut.requires_grad_(), torch.ones(()), None).backward(grad)
+        y = block_training(norm, z.requires_grad_(), shortcut.requires_grad_(), torch.ones(()), None)
+        torch.autograd.backward(y, grad)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events() or ())
     maps = 1 + 2  # the output, and the gradients of z and of the shortcut
     assert allocated <= 1.05 * maps * z.numel() * z.element_size()
