@@ -344,23 +344,37 @@ typedef struct {
     const float *weight, *bias, *alpha, *beta;
     double *moments;    /* written forward and read backward, two rows of n × stride */
     float *per_channel; /* output: two rows of `stride`, or four */
-    double eps;
+    float *running[2];  /* mean and variance, updated forward; or 0 */
+    double eps, momentum;
     long n, c, hw;
 } block_training;
+
+/* Whether the statistics are finite; if so, they update the running ones. */
+static int update_running(const block_training *e, long stride) {
+    double count = (double)e->n * (double)e->hw, factors[2] = {1, count / (count - 1)}; /* the unbiased variance */
+    for (long k = 0; k < e->c; k++)
+        if (!isfinite(e->per_channel[k]) || !isfinite(e->per_channel[stride + k])) return 0;
+    for (int row = 0; row < 2; row++)
+        for (long k = 0; e->running[row] && k < e->c; k++) {
+            double value = e->per_channel[row * stride + k] * factors[row];
+            e->running[row][k] = (float)(value * e->momentum + e->running[row][k] * (1 - e->momentum));
+        }
+    return 1;
+}
 
 static void run_pass(job *j, int kernel, const block_training *e) {
     j->run = find_runner(j, kernel, (int)e->format, (int)e->channels_last);
     start(j, e->threads);
 }
 
-/* 0 if there is no memory. */
+/* 0 if there is no memory, 2 if the statistics are not finite; then nothing is computed. */
 int deepsquare_block_training(const block_training *e) {
     enum { LARGE = 1 << 24, IMAGES = 4, LEAST = 64 };
     long stride = (e->c + GROUP - 1) / GROUP * GROUP, planes = e->n * stride, backward = e->grad != 0;
     double *products = calloc((size_t)(2 * planes), sizeof *products);
-    float *factors = calloc((size_t)(4 * planes), sizeof *factors);
-    int allocated = products && factors;
-    if (allocated) {
+    float *factors = calloc((size_t)(4 * planes + GROUP), sizeof *factors); /* a last vector may be read past the end */
+    int result = products && factors;
+    if (result) {
         job j = {
             .x = e->z, .residual = e->shortcut, .grad = e->grad, .result = e->result, .y = e->y,
             .dresidual = e->dshortcut, .weight = e->weight, .bias = e->bias, .excited = e->alpha != 0,
@@ -378,7 +392,8 @@ int deepsquare_block_training(const block_training *e) {
         run_pass(&j, backward ? NORM_BACKWARD_SUMS : NORM_SUMS, e);
         j.tasks = stride / GROUP;
         run_pass(&j, backward ? NORM_BACKWARD_FACTORS : NORM_FACTORS, e);
-        j.tasks = tasks;
+        if (!backward && !update_running(e, stride)) result = 2;
+        j.tasks = result == 2 ? 0 : tasks;
         j.grad = e->dshortcut; /* the gradient where the ReLU is active, which the first pass wrote */
         j.dresidual = 0;
         j.nontemporal = e->n * e->c * e->hw * (e->format == 0 ? 4 : 2) >= LARGE && (uintptr_t)e->y % LINE == 0;
@@ -386,6 +401,6 @@ int deepsquare_block_training(const block_training *e) {
     }
     free(products);
     free(factors);
-    return allocated;
+    return result;
 }
 #endif

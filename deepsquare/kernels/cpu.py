@@ -46,7 +46,7 @@ class Kernel(IntEnum):
 # What the C functions read, packed into bytes: a call then passes one argument, and no tensor's value becomes Python's.
 _CALL = struct.Struct("@4l10P3l")  # ``call`` of ``cpu.c``
 _BLOCK_END = struct.Struct("@4l11P2d2P7l")  # ``block_end`` of ``cpu.c``
-_BLOCK_TRAINING = struct.Struct("@3l12Pd3l")  # ``block_training`` of ``cpu.c``
+_BLOCK_TRAINING = struct.Struct("@3l14P2d3l")  # ``block_training`` of ``cpu.c``
 NO_NORM = (0, 0, 0, 0)
 
 
@@ -135,24 +135,30 @@ def block_training(
     z: Tensor, *, y: Tensor, moments: Tensor, per_channel: Tensor, eps: float, shortcut: Tensor | None = None,
     grad: Tensor | None = None, result: Tensor | None = None, dshortcut: Tensor | None = None,
     weight: Tensor | None = None, bias: Tensor | None = None, alpha: Tensor | None = None, beta: Tensor | None = None,
-) -> None:  # fmt: skip
+    running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0,
+) -> bool:  # fmt: skip
     """The end of a building block in training, from the map ``z`` before its batch normalization.
 
     Forward it needs ``shortcut`` and writes ``moments`` (of the planes, of :func:`moments_shape`) and ``per_channel``:
     the mean and variance of each channel. Backward it needs ``grad``, ``result`` and ``moments`` and writes the
     gradients: of ``z`` into ``y``, of ``shortcut``, and into ``per_channel`` those of ``weight`` and ``bias`` and the
     channels' parts of those of ``alpha`` and ``beta``. The maps have the type and layout of ``z``.
+
+    False if the mean or variance of a channel is not finite in float32; then nothing is computed.
     """
     compiled = library()
     assert compiled is not None
     n, c = z.shape[:2]
-    tensors = (z, shortcut, grad, result, y, dshortcut, weight, bias, alpha, beta, moments, per_channel)
+    maps = (z, shortcut, grad, result, y, dshortcut)
+    tensors = (*maps, weight, bias, alpha, beta, moments, per_channel, running_mean, running_var)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     layout = not z.is_contiguous(), torch.get_num_threads()
-    if not compiled.deepsquare_block_training(
-        _BLOCK_TRAINING.pack(_FORMATS[z.dtype], *layout, *addresses, eps, n, c, z.numel() // (n * c))
-    ):
+    result = compiled.deepsquare_block_training(
+        _BLOCK_TRAINING.pack(_FORMATS[z.dtype], *layout, *addresses, eps, momentum, n, c, z.numel() // (n * c))
+    )
+    if not result:
         raise MemoryError("the end of a building block")
+    return bool(result == 1)
 
 
 def moments_shape(z: Tensor) -> tuple[int, int, int]:

@@ -270,7 +270,7 @@ class BlendedSquare(Operation):
     @staticmethod
     def backward(backend: ModuleType, grad: Tensor, x: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         """(1 − β + 2β · t) · ``grad``, and the sum of t · (t − 1) · ``grad``."""
-        dx, parts = torch.empty_like(x), torch.empty(-(-x.numel() // RUN), device=x.device)
+        dx, parts = torch.empty_like(x), torch.empty(-(-x.numel() // RUN), dtype=torch.float32, device=x.device)
         backend.launch(Kernel.BLEND_SQUARE_BACKWARD, x, beta=beta, grad=match_layout(grad, x), y=dx, per_plane=parts)
         return dx, parts.sum().to(beta.dtype).reshape(beta.shape)
 

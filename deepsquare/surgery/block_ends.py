@@ -136,6 +136,8 @@ def _branch(end: fx.Node, modules: Modules) -> Branch:
         module: Any = modules[str(node.target)]
         kind = base_class(module)
         if isinstance(module, WithInserted):
+            if "deepsquare_base" not in vars(type(module)):  # a subclass by torch.nn.utils.parametrize: not what it was
+                break
             if excited is not None or relu or not _has_excitation_only(module):
                 break
             excited = module

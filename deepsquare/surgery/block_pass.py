@@ -15,6 +15,7 @@ from deepsquare.surgery.block_ends import EXCITATION, NORMS, Branch, End, Module
 from deepsquare.surgery.block_training import block_training
 from deepsquare.surgery.insertion import base_class, beta_of
 
+SMALL_PLANE = 16  # values: below it, contiguous planes take longer one by one
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
@@ -57,13 +58,15 @@ class BlockPass:
         alpha, beta = self._alpha_and_beta()
         residual = self.shortcut.written_out(shortcut)
         if normalizes and residual.shape == z.shape and (self.casts or residual.dtype is z.dtype):
-            return block_training(self.main.norm, z, residual, alpha, beta)
+            y = block_training(self.main.norm, z, residual, alpha, beta)
+            if y is not None:
+                return y
         branch = self.main.normalized(z)
-        if self.casts:
-            residual = residual.to(branch.dtype)
-        if alpha is None:
-            return torch.relu(branch + residual)
-        return DF.square_excitation_add_relu(branch, alpha, residual, beta, inplace=True)
+        if alpha is not None and residual.shape == branch.shape and (self.casts or residual.dtype is branch.dtype):
+            return DF.square_excitation_add_relu(branch, alpha, residual.to(branch.dtype), beta, inplace=True)
+        if alpha is not None:
+            branch = DF.square_excitation(branch, alpha, beta)
+        return torch.relu(branch.add_(residual) if self.casts else branch + residual)
 
     def _alpha_and_beta(self) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.excitation is None else (self.excitation.alpha, beta_of(self.excitation))
@@ -71,7 +74,10 @@ class BlockPass:
     def _normalizes(self, z: Tensor) -> bool:
         """Whether the kernel can compute the normalization: that of the batch, with parameters that it can read."""
         norm, channels = self.main.norm, z.shape[1]
-        if not self.main.affine or not norm.training or z.ndim < 3 or z.numel() <= channels:
+        if not self.main.affine or not norm.training or not self.main.takes(z) or norm.eps <= 0:
+            return False
+        values = z.numel() // channels  # of a channel
+        if values < 2 or (values < SMALL_PLANE * len(z) and z.is_contiguous()):
             return False
         if not all(scalar is None or (_is_plain(scalar) and scalar.numel() == 1) for scalar in self._alpha_and_beta()):
             return False
@@ -88,7 +94,7 @@ class BlockPass:
             shortcut = shortcut.to(z.dtype)
         scalars = self._scalars()
         known = shortcut.dtype is z.dtype and shortcut.is_cpu and not shortcut.is_neg() and cpu.supports(z)
-        if scalars is None or not known:
+        if scalars is None or not known or not (self.main.takes(z) and self.shortcut.takes(shortcut)):
             return None
         main, other = self.main, self.shortcut
         channels, fresh, relu = z.shape[1], self.fresh, other.relu
@@ -99,7 +105,8 @@ class BlockPass:
             shortcut, relu, norm_of_shortcut = other.written_out(shortcut), False, cpu.NO_NORM
         if self.shuffled:
             n, c, *spatial = z.shape
-            y = torch.empty(n, 2 * c, *spatial, dtype=z.dtype, memory_format=cpu.memory_layout(z))
+            layout = cpu.memory_layout(z)
+            y = torch.empty(n, 2 * c, *spatial, dtype=z.dtype, device=z.device, memory_format=layout)
         else:
             y = z if fresh else torch.empty_like(z)
         eps = (main.norm.eps if main.affine else 0.0, other.norm.eps if other.affine else 0.0)
@@ -124,6 +131,7 @@ class _Side:
         self.relu = branch.relu
         self.base = nn.Identity if branch.norm is None else base_class(branch.norm)
         self.affine = self.base in NORMS
+        self.ndim = 3 + NORMS.index(self.base) if self.affine else 0
         self.parameters = _Addresses()
 
     def normalized(self, x: Tensor) -> Tensor:
@@ -138,11 +146,20 @@ class _Side:
             return cpu.NO_NORM
         if not self.affine or norm.training:
             return None
-        buffers, parameters = norm._buffers, norm._parameters
-        mean, variance = buffers.get("running_mean"), buffers.get("running_var")
+        mean, variance = (_member(norm, norm._buffers, name) for name in ("running_mean", "running_var"))
         if mean is None or variance is None or mean.numel() != channels:
             return None
-        return self.parameters.read((mean, variance, parameters.get("weight"), parameters.get("bias")))
+        weight, bias = (_member(norm, norm._parameters, name) for name in ("weight", "bias"))
+        return self.parameters.read((mean, variance, weight, bias))
+
+    def takes(self, z: Tensor) -> bool:
+        """Whether the normalization takes a map of these dimensions, which it checks itself."""
+        return not self.affine or z.ndim == self.ndim
+
+
+def _member(norm: Any, members: dict[str, Any], name: str) -> Any:
+    """An attribute that is usually one of ``members``, faster than ``nn.Module.__getattr__``."""
+    return members[name] if name in members else getattr(norm, name)
 
 
 class _Addresses:
@@ -156,7 +173,7 @@ class _Addresses:
         known, addresses = self.known
         if known and all(map(operator.is_, tensors, known)):
             now = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            if now == addresses:
+            if now == addresses and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
                 return now
         for tensor in tensors:
             if tensor is not None and not (_is_plain(tensor) and tensor.shape == tensors[0].shape):

@@ -2,15 +2,19 @@
 
 ``torch.fx.symbolic_trace`` replaces methods of ``nn.Module`` itself while it runs, which another thread would notice,
 and takes what it cannot see for constant. Here the block's ``forward`` runs on a copy whose children are stand-ins, and
-whatever that forward reads of the block is recorded: the graph holds as long as this is the same. A forward that
-depends on the input's values or shape, changes the block, or reads its parameters or other objects is not traced.
+whatever that forward reads of the block, its class and global variables is recorded: the graph holds as long as this is
+the same. A forward that depends on the input's values or shape, draws random numbers, changes the block, or reads its
+parameters or other objects is not traced.
 """
 
+import dis
 import logging
 import operator
-from collections.abc import Callable, Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from torch import Tensor, fx, nn
 log = logging.getLogger(__name__)
 _INTERNAL = {"_modules", "_parameters", "_buffers"}  # what ``nn.Module.__getattr__`` looks into
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, FunctionType, BuiltinFunctionType, type)
+# Packages whose values are taken as they are.
+_KNOWN = {"builtins", "torch", "math", "operator", "typing", "warnings", "random", "numpy"}
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 
 
@@ -34,7 +40,8 @@ class BlockTrace:
     forward: Callable[..., Any]  # the one that was traced
     modules: dict[str, nn.Module] = field(default_factory=dict)  # that the graph calls, by path
     children: dict[nn.Module, tuple[nn.Module | None, ...]] = field(default_factory=dict)  # of the block, of containers
-    reads: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # namespace, attribute, value
+    # Namespace, name and value; the trace itself stands for a name that is not there.
+    reads: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
 
     def holds(self, forward: Callable[..., Any]) -> bool:
         """Whether a trace of ``forward`` would give this graph again. Runs at every call."""
@@ -51,14 +58,76 @@ def trace_block(block: nn.Module, base: type[nn.Module]) -> BlockTrace:
     tracer = _Tracer(block)
     trace = BlockTrace(None, base.forward)
     trace.children[block] = tuple(block._modules.values())
+    before = _random_states()
     try:
+        _read_globals(base.forward, trace, set())
         output = base.forward(_stand_in(block, base, trace, tracer), tracer.create_proxy("placeholder", "x", (), {}))
         if isinstance(output, Tensor):  # as a stand-in for a tensor says it is
             tracer.create_node("output", "output", (tracer.create_arg(output),), {})
             trace.graph = tracer.graph
+        if not _same(_random_states(), before):
+            trace.graph = None
+            raise _NotTraceableError("the forward draws random numbers")
     except Exception as error:  # whatever a forward raises on stand-ins, the block runs as it is written
         log.debug("%s is not traced: %s", base.__name__, error)
+        _restore(before)
     return trace
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return torch.equal(states[0], others[0]) and states[1] == others[1] and str(states[2]) == str(others[2])
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    """Undo what a trace that is not used has drawn."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])
+
+
+def _read_globals(function: Any, trace: BlockTrace, seen: set[CodeType]) -> None:
+    """Record the global variables that a function reads, and those of the functions that it may call."""
+    if not isinstance(function, FunctionType):
+        raise _NotTraceableError(f"{function!r} is not a Python function")
+    code = function.__code__
+    if code in seen:
+        return
+    seen.add(code)
+    for cell in function.__closure__ or ():
+        _read_value(cell.cell_contents, trace, seen)
+    for name in _global_names(code):
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            if _read_value(value, trace, seen):
+                trace.reads.append((function.__globals__, name, value))
+
+
+def _read_value(value: Any, trace: BlockTrace, seen: set[CodeType]) -> bool:
+    """Whether a value of a global variable or closure may be another at the next call."""
+    owner = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    if isinstance(owner, str) and owner.partition(".")[0] in _KNOWN:
+        return False
+    if isinstance(value, ModuleType):
+        raise _NotTraceableError(f"the forward reads the module {value.__name__}")
+    if isinstance(value, FunctionType):
+        _read_globals(value, trace, seen)
+    _require_constant(value)
+    return True
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
 
 
 class _Value(fx.Proxy):
@@ -136,6 +205,8 @@ def _stand_in(block: nn.Module, base: type[nn.Module], trace: BlockTrace, tracer
         value = object.__getattribute__(self, name)
         if name in attributes and name not in _INTERNAL:
             trace.reads.append((attributes, name, _require_constant(value)))
+        elif name not in attributes and not name.startswith("__"):
+            _read_of_class(base, name, trace)
         return value
 
     def change(self: Any, name: str, value: Any = None) -> None:
@@ -146,6 +217,18 @@ def _stand_in(block: nn.Module, base: type[nn.Module], trace: BlockTrace, tracer
     children = {name: None if m is None else _Child(m, name, trace, tracer) for name, m in block._modules.items()}
     vars(copy).update(attributes, _modules=children)
     return copy
+
+
+def _read_of_class(base: type[nn.Module], name: str, trace: BlockTrace) -> None:
+    """Record a method or value of the class, and that no class before its own has it."""
+    for cls in base.__mro__:
+        namespace = vars(cls)
+        if cls.__module__.partition(".")[0] in _KNOWN:
+            return
+        trace.reads.append((namespace, name, namespace.get(name, trace)))
+        if name in namespace:
+            _read_value(getattr(namespace[name], "__func__", namespace[name]), trace, set())  # of a static method
+            return
 
 
 class _Child:

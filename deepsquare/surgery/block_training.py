@@ -5,7 +5,7 @@ and write the block's output. The normalized map is neither written nor kept: th
 convolution's result and the statistics.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,60 +17,77 @@ from deepsquare import kernels
 from deepsquare.kernels import cpu
 
 
-def block_training(norm: Any, z: Tensor, shortcut: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
-    """relu(excitation(norm(z)) + shortcut), and the running statistics of ``norm`` updated; no α: not excited."""
+class _NotFiniteError(Exception):
+    """A statistic of the batch is not finite in float32."""
+
+
+def block_training(norm: Any, z: Tensor, shortcut: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor | None:
+    """relu(excitation(norm(z)) + shortcut), and the running statistics of ``norm`` updated; no α: not excited.
+
+    None where a statistic of the batch is not finite in float32; PyTorch adds up in double precision.
+    """
+    running, momentum = (None, None), 0.0
+    tracks = norm.track_running_stats and norm.running_mean is not None
+    counter = norm.num_batches_tracked if norm.track_running_stats else None
+    if counter is not None:
+        counter.add_(1)
+    if tracks:
+        running, momentum = (norm.running_mean, norm.running_var), norm.momentum or 0.0
+        if norm.momentum is None and counter is not None:
+            momentum = 1 / float(counter)
     tensors = z, cpu.match_layout(shortcut, z), norm.weight, norm.bias, alpha, beta
-    y, statistics = _BlockTraining.apply(norm.eps, *tensors)  # type: ignore[no-untyped-call]
-    result: Tensor = y
-    if norm.track_running_stats and norm.running_mean is not None:
-        _update(norm, statistics[:, : z.shape[1]], z.numel() // z.shape[1])
-    return result
-
-
-def _update(norm: Any, statistics: Tensor, count: int) -> None:
-    """The running statistics, as ``nn.BatchNorm2d`` does."""
-    momentum = 0.0 if norm.momentum is None else norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            momentum = 1 / float(norm.num_batches_tracked)
-    with torch.no_grad():
-        mean, variance = statistics
-        norm.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-        norm.running_var.mul_(1 - momentum).add_(variance, alpha=momentum * count / (count - 1))
+    try:
+        y: Tensor = _BlockTraining.apply(norm.eps, running, momentum, *tensors)  # type: ignore[no-untyped-call]
+    except _NotFiniteError:
+        if counter is not None:
+            counter.sub_(1)
+        return None
+    return y
 
 
 class _BlockTraining(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, eps: float, z: Tensor, shortcut: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Tensor]:
-        y, moments = torch.empty_like(z), torch.zeros(cpu.moments_shape(z), dtype=torch.float64)
-        statistics = torch.empty(2, moments.shape[2])
-        named = dict(zip(("weight", "bias", "alpha", "beta"), parameters, strict=True))
-        cpu.block_training(z, y=y, moments=moments, per_channel=statistics, eps=eps, shortcut=shortcut, **named)
+    def forward(
+        ctx: Any, eps: float, running: Sequence[Tensor | None], momentum: float, z: Tensor, shortcut: Tensor,
+        *parameters: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        y, moments = torch.empty_like(z), torch.zeros(cpu.moments_shape(z), dtype=torch.float64, device=z.device)
+        statistics = torch.empty(2, moments.shape[2], dtype=torch.float32, device=z.device)
+        # The kernel updates the running statistics and, as PyTorch's does, leaves their version: what else in the graph
+        # is normalized by them can still be differentiated.
+        if not cpu.block_training(
+            z, y=y, moments=moments, per_channel=statistics, eps=eps, shortcut=shortcut, running_mean=running[0],
+            running_var=running[1], momentum=momentum, **_named(parameters),
+        ):  # fmt: skip
+            raise _NotFiniteError
         ctx.eps = eps
         ctx.save_for_backward(z, y, moments, *parameters)
-        ctx.mark_non_differentiable(statistics)
-        return y, statistics
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, y, moments, *parameters = ctx.saved_tensors
         grad = grads[0]
         if torch.is_grad_enabled() or kernels.backend_for(z, y, grad) is not cpu:
-            return None, *_eager_backward(ctx.needs_input_grad[1:], ctx.eps, grad, z, y, parameters)
-        dz, dshortcut, per_channel = torch.empty_like(z), torch.empty_like(z), torch.empty(4, moments.shape[2])
-        named = dict(zip(("weight", "bias", "alpha", "beta"), parameters, strict=True))
+            return None, None, None, *_eager_backward(ctx.needs_input_grad[3:], ctx.eps, grad, z, y, parameters)
+        dz, dshortcut = torch.empty_like(z), torch.empty_like(z)
+        per_channel = torch.empty(4, moments.shape[2], dtype=torch.float32, device=z.device)
         cpu.block_training(
             z, y=dz, moments=moments, per_channel=per_channel, eps=ctx.eps, grad=cpu.match_layout(grad, z),
-            result=cpu.match_layout(y, z), dshortcut=dshortcut, **named,
+            result=cpu.match_layout(y, z), dshortcut=dshortcut, **_named(parameters),
         )  # fmt: skip
         weight, bias, alpha, beta = parameters
         rows = per_channel[:, : z.shape[1]]
         return (
-            None, dz, dshortcut, None if weight is None else rows[0], None if bias is None else rows[1],
+            None, None, None, dz, dshortcut,
+            None if weight is None else rows[0].clone(), None if bias is None else rows[1].clone(),
             None if alpha is None else rows[2].sum().reshape(alpha.shape),
             None if beta is None else rows[3].sum().reshape(beta.shape),
         )  # fmt: skip
+
+
+def _named(parameters: Iterable[Tensor | None]) -> dict[str, Any]:
+    return dict(zip(("weight", "bias", "alpha", "beta"), parameters, strict=True))
 
 
 def _eager_backward(

@@ -53,9 +53,14 @@ class Plan:
     trace: BlockTrace
     run: Callable[[Tensor], Any] | None = None
     skipped: tuple[nn.Module, ...] = ()
+    classes: tuple[type[nn.Module], ...] = ()  # of ``skipped``
+
+    def holds(self, forward: Callable[..., Any]) -> bool:
+        """Whether the plan is still that of the block. Runs at every call."""
+        return self.trace.holds(forward) and tuple(map(type, self.skipped)) == self.classes
 
     def is_watched(self) -> bool:
-        """Whether a hook, or a class that is another now, needs a skipped module to be called."""
+        """Whether a hook needs a skipped module to be called."""
         return bool(torch_module._has_any_global_hook()) or any(map(is_watched, self.skipped))  # type: ignore[no-untyped-call]
 
 
@@ -67,7 +72,7 @@ def fuse_blocks(model: nn.Module) -> None:
 
 
 def fuse_plain_blocks(model: nn.Module) -> int:
-    """Let the blocks of a model without excitations run their end in one pass, in place; returns their number.
+    """Let the blocks of a model without excitations run their end in one pass, in place; returns how many are new.
 
     The counterpart of what ``equip`` does for blocks with Square-Excitation, so that benchmarks can tell the cost of
     the excitation from the gain of the fusion. It acts on a CPU; in training not on a concatenation.
@@ -89,12 +94,15 @@ def _blocks_around(model: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module
 
 
 def _fuse(block: nn.Module, mixin: type[FusedBlock]) -> bool:
-    if isinstance(block, DynamicSubclass):
+    base = type(block)
+    if isinstance(block, FusedPlainBlock) and not mixin.deepsquare_plain:
+        base = block.deepsquare_base  # it has an excitation since
+    elif isinstance(block, DynamicSubclass):
         return False  # something is inserted at the block itself
-    plan = _new_plan(block, type(block), plain=mixin.deepsquare_plain)
+    plan = _new_plan(block, base, plain=mixin.deepsquare_plain)
     if plan.run is None:
         return False
-    block.__class__ = dynamic_subclass(mixin, type(block))
+    block.__class__ = dynamic_subclass(mixin, base)
     vars(block)[PLAN] = plan
     return True
 
@@ -103,7 +111,7 @@ def _plan(block: FusedBlock) -> Plan:
     """The plan of a block as it is now. Runs at every call."""
     plan: Plan | None = vars(block).get(PLAN)
     base = block.deepsquare_base
-    if plan is None or not plan.trace.holds(base.forward):
+    if plan is None or not plan.holds(base.forward):
         plan = vars(block)[PLAN] = _new_plan(block, base, plain=block.deepsquare_plain)
     return plan
 
@@ -126,5 +134,6 @@ def _new_plan(block: nn.Module, base: type[nn.Module], *, plain: bool) -> Plan:
     if ends and graph is not None:
         containers = [module for module in trace.modules.values() if type(module).forward is nn.Sequential.forward]
         plan.skipped += tuple(containers)
+        plan.classes = tuple(map(type, plan.skipped))
         plan.run = compile_graph(graph, trace.modules)
     return plan

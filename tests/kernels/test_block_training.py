@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepsquare import functional as DF
 from deepsquare import kernels
 from deepsquare.kernels import cpu
-from deepsquare.surgery.block_training import block_training
+from deepsquare.surgery import block_training as module
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built here: no C compiler")
 SHAPES: list[tuple[int, ...]] = [(2, 3, 1, 2), (1, 5, 3, 3), (2, 58, 7, 7), (3, 16, 4, 4), (2, 33, 14, 15)]
@@ -29,6 +29,12 @@ def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip("this machine has no AVX-512")
     yield
     library.deepsquare_select(cpu.WIDEST_VECTORS)
+
+
+def block_training(norm: nn.Module, z: Tensor, shortcut: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
+    y = module.block_training(norm, z, shortcut, alpha, beta)
+    assert y is not None
+    return y
 
 
 def batch_norm(channels: int, **options: Any) -> Any:
@@ -102,6 +108,26 @@ def test_a_large_mean_does_not_cancel(layout: str) -> None:
         assert error <= 2 * allowed + 1e-5 * exact.double().norm()
 
 
+@pytest.mark.usefixtures("vectors")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", [(28, 0), (28, 28), (17, 28), (0, 0)], ids=str)
+def test_an_outlier_does_not_cancel(place: tuple[int, int], layout: str) -> None:
+    maps = [made((4, 8, 56, 56), layout=layout, seed=seed) for seed in range(3)]
+    z, shortcut, grad = maps
+    z[:, :, place[0], place[1]] = 1000.0
+    expected = results(plain, batch_norm(8).double(), grad, z.double(), shortcut.double(), None, None)
+    found = results(block_training, batch_norm(8), grad, z, shortcut, None, None)
+    for ours, exact in zip(found, expected, strict=True):
+        assert (ours.double() - exact).norm() <= 2e-6 * exact.double().norm()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_whose_squares_overflow_are_left_to_pytorch(layout: str) -> None:
+    z, norm = 1e30 * made((2, 3, 9, 9), layout=layout), batch_norm(3)
+    assert module.block_training(norm, z, z, torch.ones(()), None) is None
+    assert all(map(torch.equal, norm.buffers(), batch_norm(3).buffers()))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_number_of_threads_gives_the_same_bits(layout: str) -> None:
     maps = [made((2, 70, 31, 47), layout=layout, seed=seed) for seed in range(3)]
@@ -127,6 +153,11 @@ def test_nonfinite_values_propagate_as_in_plain_operations(layout: str, value: f
         if place != "alpha":
             maps[place][1, 2, 1, 3] = value
         z, shortcut, grad = maps.values()
+        if place == "z":  # its statistics are not finite: left to PyTorch, with the state as it was
+            norm = batch_norm(3)
+            assert module.block_training(norm, z, shortcut, alpha, None) is None
+            assert all(map(torch.equal, norm.buffers(), batch_norm(3).buffers()))
+            continue
         found = results(block_training, batch_norm(3), grad, z, shortcut, alpha, None)
         with kernels.without_kernels():
             expected = results(excited, batch_norm(3), grad, z, shortcut, alpha, None)

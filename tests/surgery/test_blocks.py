@@ -34,10 +34,11 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         block_end(kernel, z, shortcut, y, *args)
         results.append(y)
 
-    def recorded_training(z: Tensor, *, y: Tensor, **kwargs: Any) -> None:
-        block_training(z, y=y, **kwargs)
-        if kwargs.get("grad") is None:
+    def recorded_training(z: Tensor, *, y: Tensor, **kwargs: Any) -> bool:
+        computed = block_training(z, y=y, **kwargs)
+        if computed and kwargs.get("grad") is None:
             results.append(y)
+        return computed
 
     monkeypatch.setattr(cpu, "block_training", recorded_training)
     monkeypatch.setattr(cpu, "launch", recorded)
