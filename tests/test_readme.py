@@ -32,8 +32,10 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         ("Square-Pooling | 2", -2, "+0.82"),
         ("DeepSquare5s- | 5_", 5, "+1.13 [+0.55, +1.70]"),
         ("DeepSquare5s- | 5_", -2, "−0.13"),
-        ("Square-Pooling & Square-Excitation", 4, "1.039 [0.96, 1.09]"),
-        ("Squeeze-and-Excitation", 4, "1.100 [1.02, 1.17]"),
+        ("Square-Pooling & Square-Excitation", 4, "1.037 [1.03, 1.04]"),
+        ("Square-Pooling & Square-Excitation", 6, "1.000 [0.99, 1.00]"),
+        ("Squeeze-and-Excitation", 4, "1.100 [1.09, 1.11]"),
+        ("Squeeze-and-Excitation", 6, "1.082 [1.07, 1.09]"),
     ],
 )
 def test_evidence_is_what_the_rows_say(row: str, column: int, value: str) -> None:
