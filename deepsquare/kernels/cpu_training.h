@@ -1,7 +1,7 @@
 /* The end of a building block in training, for one number format T; cpu_loops.h includes this file.
 
    Two passes over the maps, forward and backward, with the factors of cpu_norm.h computed in between. Both run in memory
-   order, which is what hardware prefetches: backwards, the second takes twice as long. */
+   order, which is what hardware prefetches. */
 
 /* The median of three values of a plane, the first of which is at `p`: near the mean, and seldom one far from it. */
 INLINE float NAME(typical)(const T *p, long hw, long stride) {
